@@ -1,0 +1,124 @@
+# `make quickstart` shows the thing working; `make test` runs everything CI checks. `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+# An option for pip such as `--index-url …`; by default CPU builds where there is no NVIDIA driver.
+TORCH_INDEX ?= $$($(PY) scripts/torch_index.py)
+
+QUICKSTART_SPIKE ?= 006_real_model_cpu
+QUICKSTART_PARAMETERS ?= -p steps=15
+QUICKSTART_OUT := out/quickstart
+STARTED := $(shell date +%s)
+STAGES := install browser sync clean-check nbtest book pytest smoke
+
+VENV_STAMP := $(VENV)/.stamp-venv
+TORCH_STAMP := $(VENV)/.stamp-torch
+CORE_STAMP := $(VENV)/.stamp-core
+DEV_STAMP := $(VENV)/.stamp-dev
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+##@ The two commands
+# No recipe names $(MAKE): `make -n` would run that line.
+.PHONY: quickstart
+quickstart: core model ## install the core, train the bundled model for a few steps, show the results
+	@$(PY) spikes/run.py $(QUICKSTART_SPIKE) --out $(QUICKSTART_OUT) $(QUICKSTART_PARAMETERS)
+	@$(PY) -m nbconvert --log-level WARN --to html $(QUICKSTART_OUT)/spike.ipynb
+	@echo
+	@echo "results: $(QUICKSTART_OUT)/metrics.json"
+	@echo "page:    $(CURDIR)/$(QUICKSTART_OUT)/spike.html"
+	@echo "took $$(( $$(date +%s) - $(STARTED) )) s"
+
+.PHONY: test
+test: $(VENV_STAMP) ## everything CI checks, with the time of each stage
+	@$(PY) scripts/stages.py --required install $(STAGES)
+
+##@ Stages of `make test`
+.PHONY: core
+core: $(CORE_STAMP)
+
+.PHONY: install
+install: $(DEV_STAMP) ## install everything development needs
+
+.PHONY: browser
+browser: ## see that headless Chromium is there; as root on Debian, install it
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then chromium --version; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && apt-get install -q -y --no-install-recommends chromium chromium-driver; \
+	else \
+		echo "error: the book is tested in headless Chromium, which is not here." >&2; \
+		echo "       On Debian: sudo apt-get install chromium chromium-driver" >&2; exit 1; \
+	fi
+
+.PHONY: sync
+sync: $(DEV_STAMP) ## the package is exactly what the notebooks export
+	@$(PY) scripts/check_sync.py
+
+.PHONY: clean-check
+clean-check: $(DEV_STAMP) ## notebooks are clean, without errors or machine paths; runs keep the contract
+	@$(PY) scripts/check_notebooks.py
+
+.PHONY: lint
+lint: $(DEV_STAMP) ## ruff over everything written by hand
+	@$(PY) -m ruff check .
+
+.PHONY: nbtest
+nbtest: $(DEV_STAMP) ## run every chapter
+	@compgen -G 'nbs/*.ipynb' >/dev/null || { echo "error: there are no chapters in nbs/" >&2; exit 1; }
+	@OMP_NUM_THREADS=1 MPLBACKEND=agg $(VENV)/bin/nbdev_test --n_workers 2 --do_print --timing
+
+.PHONY: book
+book: $(DEV_STAMP) ## build the book with warnings as errors
+	@$(VENV)/bin/jupyter-book build --all -W -n --keep-going .
+
+.PHONY: pytest
+pytest: $(DEV_STAMP) ## tests, parity first; there a skip is a failure
+	@$(PY) -m pytest --durations=10
+
+.PHONY: smoke
+smoke: $(DEV_STAMP) model ## every spike with smoke=True
+	@$(PY) spikes/run.py --all --smoke
+
+##@ Daily work
+.PHONY: export
+export: $(DEV_STAMP) ## write the package from the notebooks
+	@$(VENV)/bin/nbdev_export
+
+.PHONY: clean-nbs
+clean-nbs: $(DEV_STAMP) ## bring chapters into their committed form: no counts, no machine paths
+	@$(PY) scripts/clean_notebooks.py
+
+.PHONY: model
+model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cache
+	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
+
+.PHONY: help
+help: ## list targets
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Stamps: a second run installs nothing unless the lists changed.
+$(VENV_STAMP):
+	@scripts/bootstrap_venv.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(TORCH_STAMP): constraints.txt | $(VENV_STAMP)
+	$(PIP) $(TORCH_INDEX) torch
+	@touch $@
+
+$(CORE_STAMP): constraints.txt pyproject.toml requirements-data.txt $(TORCH_STAMP)
+	$(PIP) -e '.[smollm2]' papermill ipykernel nbconvert
+	$(PIP) --no-deps -r requirements-data.txt
+	@touch $@
+
+$(DEV_STAMP): $(CORE_STAMP)
+	$(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,46 @@
+"""What holds for every test: parity runs first, and a skipped parity test is a failed one."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+PARITY = Path(__file__).resolve().parent / "parity"
+
+
+def in_parity(path: Path) -> bool:
+    return path.resolve().is_relative_to(PARITY)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: builds or installs something; takes a minute")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not in_parity(item.path))
+
+
+def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skip into a failure that keeps the reason. An expected failure stays what it is."""
+    if report.outcome == "skipped" and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"a parity test may not be skipped: {reason}"
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if in_parity(item.path):
+        fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if in_parity(collector.path):
+        fail_if_skipped(report)
+    return report
