@@ -1,0 +1,271 @@
+"""compose_loss: off means off, every cut gives the same gradient, wrong input is named."""
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
+from transformers import GPT2Config, GPT2LMHeadModel, GraniteForCausalLM
+
+from composer_nb.batch import ComposerDataCollator, DPOPair, Rollout, build_batch
+from composer_nb.hints import encode, render
+from composer_nb.loss import (
+    PRESETS,
+    RETIRED,
+    LossConfig,
+    channel_gradient_norms,
+    compose_loss,
+    encode_sequences,
+    head_shortcut,
+    reference_logprobs,
+)
+
+TOKENIZER = tiny.tokenizer()
+REQUESTS = ("Count the lines of README.md.", "Find parser.", "Remove the file build.log, please, and nothing else.")
+ANSWERS = ("wc README.md", "search('parser')", "rm build.log now")
+
+
+def rollouts() -> list[Rollout]:
+    """Three ragged rollouts; the last two carry a hint."""
+    made = []
+    for number, (request, answer) in enumerate(zip(REQUESTS, ANSWERS, strict=True)):
+        context = [{"role": "user", "content": request}]
+        prompt, said = encode(TOKENIZER, render(TOKENIZER, context)), encode(TOKENIZER, answer)
+        hint = f"Reminder {number}: name a tool." if number else ""
+        made.append(Rollout(prompt + said, [0] * len(prompt) + [1] * len(said), hint=hint, site_context=context))
+    return made
+
+
+def pairs() -> list[DPOPair]:
+    return [
+        DPOPair(str(i), [{"role": "user", "content": r}], chosen=f"call({i})", rejected=a)
+        for i, (r, a) in enumerate(zip(REQUESTS, ANSWERS, strict=True))
+    ]
+
+
+def full_batch(model, padding_side="right", **kwargs):
+    batch = ComposerDataCollator(TOKENIZER, padding_side=padding_side, **kwargs)(rollouts(), pairs())
+    return batch | {name: value - 0.5 for name, value in reference_logprobs(model, batch).items()}
+
+
+def gradients(model, batch, **options):
+    model.zero_grad()
+    parts = compose_loss(model, batch, **options)
+    parts.total.backward()
+    return parts, torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+
+
+def close(a: torch.Tensor, b: torch.Tensor, rel: float = 1e-5) -> bool:
+    return ((a - b).norm() / b.norm()).item() < rel
+
+
+LIT = dict(alpha_sdpo=0.7, beta_replay=0.3)
+
+
+def test_all_three_channels_have_gradients():
+    model = tiny.model()
+    parts = compose_loss(model, full_batch(model), **LIT)
+    norms = channel_gradient_norms(
+        {"policy": parts.lm_ce, "sdpo": parts.sdpo_jsd, "replay": parts.trace_replay_dpo}, model.parameters()
+    )
+    assert min(norms.values()) > 0 and parts.dark == ()
+    weighted = parts.lm_ce + 0.7 * parts.sdpo_jsd + 0.3 * parts.trace_replay_dpo
+    assert torch.allclose(parts.total, weighted)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_channel_that_is_off_changes_no_bit(present):
+    model = tiny.model()
+    batch = full_batch(model)
+    bare = {name: batch[name] for name in ("input_ids", "attention_mask", "response_mask")}
+    _, reference = gradients(model, bare, alpha_sdpo=0.0, beta_replay=0.0)
+    off = gradients(model, batch, alpha_sdpo=0.0, beta_replay=0.0) if present else gradients(model, bare, **LIT)
+    assert torch.equal(off[1], reference)
+    assert torch.equal(off[0].total, off[0].lm_ce)
+
+
+def test_a_weighted_channel_without_input_is_called_dark():
+    model = tiny.model()
+    batch = full_batch(model)
+    bare = {name: batch[name] for name in ("input_ids", "attention_mask", "response_mask")}
+    assert compose_loss(model, bare, **LIT).dark == ("sdpo", "replay")
+    masked = batch | {"sdpo_loss_mask": torch.zeros_like(batch["sdpo_loss_mask"])}
+    assert compose_loss(model, masked, **LIT).dark == ("sdpo",)
+
+
+def test_padding_side_changes_nothing_beyond_rounding():
+    model = tiny.model()
+    right, left = (gradients(model, full_batch(model, side), **LIT) for side in ("right", "left"))
+    assert torch.allclose(right[0].total, left[0].total, rtol=1e-5) and close(right[1], left[1])
+
+
+def test_more_padding_changes_nothing_beyond_rounding():
+    model = tiny.model()
+    batch = full_batch(model)
+    wider = dict(batch)
+    for name in ("input_ids", "attention_mask", "response_mask", "ctx_teacher_input_ids", "ctx_teacher_attention_mask"):
+        wider[name] = torch.nn.functional.pad(batch[name], (0, 7))
+    assert close(gradients(model, wider, **LIT)[1], gradients(model, batch, **LIT)[1])
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.permutations(range(3)), st.sampled_from([(1, 2), (2, 1), (1, 1, 1)]))
+def test_every_order_and_cut_gives_the_full_gradient(order, sizes):
+    model = tiny.model()
+    collate = ComposerDataCollator(TOKENIZER)
+    whole = full_batch(model)
+    parts, expected = gradients(model, whole, **LIT)
+    total, start = 0, 0
+    for size in sizes:
+        rows = order[start : start + size]
+        start += size
+        batch = collate([rollouts()[i] for i in rows], [pairs()[i] for i in rows])
+        batch |= {f"dpo_{s}_ref_logprobs": whole[f"dpo_{s}_ref_logprobs"][rows] for s in ("chosen", "rejected")}
+        total = total + gradients(model, batch, counts=parts.scored, **LIT)[1]
+    assert close(total, expected)
+
+
+def test_accumulation_of_policy_losses_with_sequence_counts():
+    model = tiny.model()
+    batch = full_batch(model) | {"advantages": torch.tensor([1.0, -0.5, 2.0])}
+    batch = {k: v for k, v in batch.items() if not k.startswith(("dpo", "ctx"))}
+    for kind in ("grpo", "dapo"):
+        _, whole = gradients(model, batch, policy_kind=kind)
+        count = 3 if kind == "grpo" else batch["response_mask"].sum()
+        pieces = [
+            gradients(model, {k: v[i : i + 1] for k, v in batch.items()}, policy_kind=kind, counts={"policy": count})[1]
+            for i in range(3)
+        ]
+        assert close(sum(pieces), whole)
+
+
+def test_everything_masked_is_exactly_zero_with_finite_gradients():
+    model = tiny.model()
+    batch = full_batch(model)
+    for name in ("response_mask", "sdpo_loss_mask", "dpo_chosen_response_mask", "dpo_rejected_response_mask"):
+        batch[name] = torch.zeros_like(batch[name])
+    batch |= {f"dpo_{s}_ref_logprobs": torch.zeros(3) for s in ("chosen", "rejected")}
+    parts, gradient = gradients(model, batch, alpha_sdpo=1.0)
+    assert parts.total.item() == 0 and torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_identical_teacher_without_a_hint_in_context_is_zero():
+    model = tiny.model()
+    batch = full_batch(model)
+    batch |= {
+        "ctx_teacher_input_ids": batch["input_ids"],
+        "ctx_teacher_attention_mask": batch["attention_mask"],
+        "teacher_response_idx": batch["student_response_idx"],
+    }
+    assert compose_loss(model, batch, alpha_sdpo=1.0).sdpo_jsd.abs() < 1e-6
+
+
+def test_a_shifted_teacher_is_refused():
+    model = tiny.model()
+    batch = full_batch(model)
+    batch["teacher_response_idx"] = batch["teacher_response_idx"] - 1
+    with pytest.raises(ValueError, match="different tokens"):
+        compose_loss(model, batch, alpha_sdpo=1.0)
+
+
+@pytest.mark.parametrize("options", [dict(sdpo_wrapper="taid", taid_t=0.5), dict(sdpo_wrapper="entropy_opd"), dict(sdpo_wrapper="eopd"),
+                                     dict(dpo_variant="simpo"), dict(sdpo_top_k=20), dict(sdpo_token_clip=0.01)])  # fmt: skip
+def test_variants_run_and_pull(options):
+    model = tiny.model()
+    parts, gradient = gradients(model, full_batch(model), **LIT, **options)
+    assert torch.isfinite(parts.total) and gradient.norm() > 0
+
+
+def test_both_spellings_of_the_configuration_agree():
+    model = tiny.model()
+    batch = full_batch(model)
+    one = compose_loss(model, batch, LossConfig(**LIT)).total
+    assert torch.equal(one, compose_loss(model, batch, **LIT).total)
+    for name in PRESETS:
+        assert LossConfig.preset(name) == LossConfig(**PRESETS[name])
+    assert LossConfig.preset("seed", alpha_sdpo=3.0).alpha_sdpo == 3.0
+
+
+@pytest.mark.parametrize(
+    "options, error, says",
+    [
+        (dict(alpha_sdpo=-0.1), ValueError, "alpha_sdpo=-0.1"),
+        (dict(beta_replay=float("nan")), ValueError, "beta_replay=nan"),
+        (dict(alpha_sdpo=float("inf")), ValueError, "finite"),
+        (dict(taid_t=1.5, sdpo_wrapper="taid"), ValueError, "taid_t=1.5"),
+        (dict(taid_t=float("nan"), sdpo_wrapper="taid"), ValueError, "taid_t=nan"),
+        (dict(taid_t=0.5), ValueError, "go together"),
+        (dict(sdpo_jsd_beta=2.0), ValueError, "sdpo_jsd_beta=2.0"),
+        (dict(sdpo_temperature=0.0), ValueError, "sdpo_temperature"),
+        (dict(dpo_variant="ipo"), ValueError, "dpo_variant='ipo'"),
+        (dict(alpha_spdo=0.1), TypeError, "alpha_sdpo"),
+        *[({name: 1}, TypeError, "retired") for name in RETIRED],
+    ],
+)
+def test_wrong_options_are_named(options, error, says):
+    with pytest.raises(error, match=says):
+        LossConfig.resolve(**options)
+
+
+def test_dpo_without_references_says_what_to_add():
+    model = tiny.model()
+    batch = {k: v for k, v in full_batch(model).items() if not k.endswith("ref_logprobs")}
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        compose_loss(model, batch, beta_replay=1.0)
+
+
+def test_build_batch_lights_every_channel_on_both_sides():
+    model = tiny.model()
+    for side in ("right", "left"):
+        batch = build_batch(TOKENIZER, padding_side=side)
+        batch |= reference_logprobs(model, batch)
+        assert compose_loss(model, batch, **LIT).sdpo_jsd > 0
+
+
+SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+FAMILIES = {
+    "llama": lambda: tiny.model(vocab_size=64),
+    "gemma2 (soft cap)": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.05)),
+    "cohere (logit scale)": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
+    "granite (logits scaling)": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
+    "gpt2 (absolute positions)": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_the_models_own_logits(family):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    ids = torch.randint(3, 60, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    batch, token = torch.tensor([0, 1, 1]), torch.tensor([3, 8, 1])
+    encoded = encode_sequences(model, ids, mask)
+    own = model(input_ids=ids, attention_mask=mask).logits[batch, token - 1]
+    assert torch.allclose(encoded.logits(batch, token), own, atol=1e-5)
+    assert head_shortcut(model)
+
+
+def test_a_head_that_the_shortcut_does_not_know_falls_back():
+    model = tiny.model(vocab_size=64)
+    plain = type(model).forward
+
+    def bent(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits.roll(1, -1) * 3
+        return output
+
+    model.forward = bent.__get__(model)
+    ids = torch.randint(3, 60, (1, 5))
+    encoded = encode_sequences(model, ids, torch.ones_like(ids))
+    assert not encoded.shortcut
+    expected = model(input_ids=ids).logits[0, 2:3]
+    assert torch.allclose(encoded.logits(torch.tensor([0]), torch.tensor([3])), expected, atol=1e-5)
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LossConfig().alpha_sdpo = 1.0
