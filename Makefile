@@ -9,11 +9,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
-# An option for pip such as `--index-url …`; by default CPU builds where there is no NVIDIA driver.
-TORCH_INDEX ?= $$($(PY) scripts/torch_index.py)
+# An option for pip such as `--index-url …`, to take torch from an index of CPU builds.
+TORCH_INDEX ?=
 
 QUICKSTART_SPIKE ?= 006_real_model_cpu
-QUICKSTART_PARAMETERS ?= -p steps=15
+QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p compare=spikes/006_real_model_cpu/runs/cold-live-seed0
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 STAGES := install browser sync clean-check nbtest book pytest smoke
@@ -91,6 +91,10 @@ smoke: $(DEV_STAMP) model ## every spike with smoke=True
 .PHONY: export
 export: $(DEV_STAMP) ## write the package from the notebooks
 	@$(VENV)/bin/nbdev_export
+
+.PHONY: chapters
+chapters: $(DEV_STAMP) model ## execute every chapter in place, outputs included
+	@MPLBACKEND=module://matplotlib_inline.backend_inline $(PY) scripts/run_chapters.py
 
 .PHONY: clean-nbs
 clean-nbs: $(DEV_STAMP) ## bring chapters into their committed form: no counts, no machine paths

@@ -269,3 +269,11 @@ def test_a_head_that_the_shortcut_does_not_know_falls_back():
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         LossConfig().alpha_sdpo = 1.0
+
+
+def test_the_head_check_works_under_autocast():
+    model = tiny.model(seed=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert head_shortcut(model)
+        parts = compose_loss(model, full_batch(model), **LIT)
+    assert parts.sdpo_jsd > 0 and parts.sdpo_jsd.dtype == torch.float32

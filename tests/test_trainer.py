@@ -1,0 +1,264 @@
+"""The trainer through its public door: equal to GRPOTrainer when off, lit when on, resumable, and loud when dark."""
+
+import json
+import logging
+import warnings
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from composer_nb import trainer as room
+from composer_nb.batch import DPOPair
+from composer_nb.trainer import ComposerReplicationTrainer, Feedback, SelfTeacher, last_checkpoint, moved_seams
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+TOKENIZER = tiny.tokenizer()
+PROMPTS = [[{"role": "user", "content": f"Say {word}."}] for word in ("red", "green, please", "blue", "a long phrase about black")]
+PAIRS = [DPOPair(str(i), p, chosen="yes", rejected="no, never") for i, p in enumerate(PROMPTS)]
+
+
+def reward(completions, **columns):
+    """Something that varies within a group."""
+    return [(len(c[-1]["content"]) % 7) / 7 for c in completions]
+
+
+def feedback(completions, **columns):
+    return ["Reminder: say the colour." if i % 2 else None for i, _ in enumerate(completions)]
+
+
+def arguments(folder, **options):
+    defaults = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=3, learning_rate=1e-2,
+                    logging_steps=1, bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+                    gradient_checkpointing=False, seed=0)  # fmt: skip
+    return GRPOConfig(str(folder), **(defaults | options))
+
+
+def build(folder, cls=ComposerReplicationTrainer, model=None, options=None, **kwargs):
+    dataset = Dataset.from_list([{"prompt": p, "colour": i} for i, p in enumerate(PROMPTS * 4)])
+    trainer = cls(model or tiny.model(), reward, arguments(folder, **(options or {})), dataset, processing_class=TOKENIZER, **kwargs)
+    return trainer
+
+
+def lit(folder, **kwargs):
+    defaults = dict(alpha_sdpo=0.5, beta_replay=0.2, feedback_func=feedback, preference_dataset=PAIRS, pairs_per_step=2, grad_norm_steps=1)
+    return build(folder, **(defaults | kwargs))
+
+
+def record(trainer):
+    """Losses, gradients before each optimizer step, and final weights of a training run."""
+    gradients, losses = [], []
+    trainer.create_optimizer()
+    step = trainer.optimizer.step
+
+    def remember(*args, **kwargs):
+        gradients.append([p.grad.clone() for p in trainer.model.parameters() if p.grad is not None])
+        return step(*args, **kwargs)
+
+    trainer.optimizer.step = remember
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, gradients, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def log(trainer):
+    return [row for row in trainer.state.log_history if "step_time" in row]
+
+
+def test_the_seams_hold():
+    assert moved_seams() == []
+
+
+@pytest.mark.parametrize("name", room.TRL_SEAMS)
+def test_a_moved_seam_is_named(name):
+    changed = type("Changed", (GRPOTrainer,), {name: lambda self, something_else: None})
+    assert len(moved_seams(changed)) == 1 and moved_seams(changed)[0].startswith(name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
+    options = dict(gradient_accumulation_steps=accumulation)
+    plain = record(build(tmp_path / "a", GRPOTrainer, options=options))
+    off = record(lit(tmp_path / "b", alpha_sdpo=0.0, beta_replay=0.0, options=options))
+    assert plain[0] == off[0] and len(plain[1]) == len(off[1]) == 3
+    assert all(torch.equal(a, b) for x, y in zip(plain[1], off[1], strict=True) for a, b in zip(x, y, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain[2], off[2], strict=True))
+
+
+def test_missing_inputs_are_also_off_bit_for_bit(tmp_path):
+    plain = record(build(tmp_path / "a", GRPOTrainer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        off = record(build(tmp_path / "b", alpha_sdpo=0.5, beta_replay=0.5))
+    assert all(torch.equal(a, b) for a, b in zip(plain[2], off[2], strict=True))
+
+
+@pytest.mark.parametrize("teacher", ["live", "frozen", "ema"])
+def test_lit_channels_log_losses_counts_and_gradients(tmp_path, teacher):
+    trainer = lit(tmp_path, teacher=teacher, lift_steps=1)
+    trainer.train()
+    for row in log(trainer):
+        assert row["sdpo/loss"] > 0 and row["sdpo/tokens"] > 0 and row["sdpo/weight"] == 0.5
+        assert row["sdpo/grad_norm"] > 0 and row["replay/grad_norm"] > 0 and row["replay/pairs"] == 2
+        assert row["sdpo/aligned_fraction"] == 1 and row["sdpo/hinted_fraction"] == 0.5
+        assert row["policy/active"] == 0 or row["policy/grad_norm"] > 0
+        assert "entropy" in row and "completions/mean_length" in row and "sdpo/lift" in row
+    assert abs(log(trainer)[0]["replay/margin"]) < 1e-4  # the references are the untrained model's own
+
+
+def test_measuring_the_lift_does_not_change_training(tmp_path):
+    with_lift, without = record(lit(tmp_path / "a", lift_steps=1)), record(lit(tmp_path / "b"))
+    assert all(torch.equal(a, b) for a, b in zip(with_lift[2], without[2], strict=True))
+
+
+def test_measuring_gradient_norms_does_not_change_training(tmp_path):
+    often, never = record(lit(tmp_path / "a", grad_norm_steps=1)), record(lit(tmp_path / "b", grad_norm_steps=0))
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(often[2], never[2], strict=True))
+
+
+def test_channel_gradients_add_up_to_the_step(tmp_path):
+    """Total = policy + alpha sdpo + beta replay, checked on the very gradients of one step."""
+    parts = {}
+    for name, weights in {"all": (0.5, 0.2), "sdpo": (0.5, 0.0), "replay": (0.0, 0.2), "policy": (0.0, 0.0)}.items():
+        options = dict(max_steps=1, max_grad_norm=0.0)
+        trainer = lit(tmp_path / name, alpha_sdpo=weights[0], beta_replay=weights[1], options=options)
+        parts[name] = torch.cat([g.flatten() for g in record(trainer)[1][0]])
+    expected = parts["sdpo"] + parts["replay"] - parts["policy"]
+    assert (parts["all"] - expected).norm() / expected.norm() < 1e-4
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_step(tmp_path):
+    """One batch of four against four micro-batches of one: same rollouts, same counts, same channel-2 and 3 gradients."""
+    found = []
+    for size, accumulation in ((4, 1), (1, 4)):
+        options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=0.0, loss_type="dapo")
+        torch.manual_seed(0)
+        trainer = lit(tmp_path / str(size), options=options, pairs_per_step=4)
+        found.append(torch.cat([g.flatten() for g in record(trainer)[1][0]]))
+    assert (found[0] - found[1]).norm() / found[0].norm() < 1e-4
+
+
+def test_a_dark_channel_warns_once_with_the_reason(tmp_path):
+    cases = [
+        (dict(alpha_sdpo=1.0, beta_replay=0.0), "no feedback_func"),
+        (dict(alpha_sdpo=1.0, beta_replay=0.0, feedback_func=lambda completions, **_: [None] * len(completions)), "no hint"),
+        (dict(alpha_sdpo=0.0, beta_replay=1.0), "no preference_dataset"),
+    ]
+    for number, (options, reason) in enumerate(cases):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build(tmp_path / str(number), dark_steps=1, **options).train()
+        dark = [str(w.message) for w in caught if "was dark" in str(w.message)]
+        assert len(dark) == 1 and reason in dark[0]
+
+
+def test_feedback_may_name_an_earlier_turn_and_must_fit(tmp_path):
+    site = lit(tmp_path / "a", feedback_func=lambda completions, **_: [Feedback("Say it.", site=0)] * len(completions))
+    site.train()
+    assert log(site)[0]["sdpo/hinted_fraction"] == 1
+    with pytest.raises(ValueError, match="3 answers for 4"):
+        lit(tmp_path / "b", feedback_func=lambda completions, **_: ["x"] * 3).train()
+
+
+def test_prompts_as_plain_text_are_refused_for_hints(tmp_path):
+    dataset = Dataset.from_list([{"prompt": "Say red."}] * 8)
+    trainer = ComposerReplicationTrainer(tiny.model(), lambda completions, **_: [0.0] * len(completions), arguments(tmp_path), dataset,
+                                         processing_class=TOKENIZER, alpha_sdpo=1.0, beta_replay=0.0, feedback_func=lambda **_: ["x"] * 4)  # fmt: skip
+    with pytest.raises(ValueError, match="conversational prompts"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("options, says", [(dict(alpha_sdpo=-1.0), "alpha_sdpo=-1.0"), (dict(beta_replay=float("nan")), "beta_replay=nan"),
+                                           (dict(teacher="dead"), "unknown teacher"), (dict(teacher_ema_rate=0.0), "teacher_ema_rate"),
+                                           (dict(preference_dataset=[{"chosen": "x"}]), "lacks")])  # fmt: skip
+def test_wrong_options_are_named_before_training(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        lit(tmp_path, **options)
+
+
+def test_retired_names_say_what_replaced_them(tmp_path):
+    with pytest.raises(TypeError, match="taid_t"):
+        lit(tmp_path, taid_schedule_step=3)
+
+
+def test_teachers():
+    for kind, expected in (("live", 1.0), ("frozen", 0.0), ("ema", 0.25)):
+        student = tiny.model(vocab_size=64)
+        teacher = SelfTeacher(student, kind, rate=0.25)
+        before = student.model.norm.weight.detach().clone()
+        with torch.no_grad():
+            student.model.norm.weight += 1.0
+        teacher.update()
+        with teacher.use() as module:
+            moved = (module.model.norm.weight - before).mean().item()
+        assert moved == pytest.approx(expected)
+
+
+def test_with_adapters_the_frozen_teacher_is_the_base_and_costs_no_copy():
+    import peft
+
+    base = tiny.model(vocab_size=64)
+    student = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    ids = torch.arange(3, 9).unsqueeze(0)
+    teacher = SelfTeacher(student, "frozen")
+    assert teacher.copy is None
+    with torch.no_grad(), teacher.use() as module:
+        frozen = module(input_ids=ids).logits
+    assert torch.allclose(frozen, tiny.model(vocab_size=64)(input_ids=ids).logits, atol=1e-6)
+    assert not torch.allclose(student(input_ids=ids).logits, frozen)
+    with pytest.raises(ValueError, match="PEFT"):
+        SelfTeacher(student, "ema")
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("teacher", ["live", "frozen", "ema"])
+def test_a_killed_run_resumes_to_the_same_result(tmp_path, teacher):
+    options = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    unbroken = lit(tmp_path / "whole", teacher=teacher, options=options)
+    unbroken.train()
+
+    killed = lit(tmp_path / "broken", teacher=teacher, options=options)
+    original = killed._compute_loss
+
+    def die(model, inputs):
+        if killed.state.global_step == 3:
+            raise Killed
+        return original(model, inputs)
+
+    killed._compute_loss = die
+    with pytest.raises(Killed):
+        killed.train()
+    (tmp_path / "broken" / "checkpoint-3").mkdir()  # a checkpoint whose writing was cut off
+    newest = last_checkpoint(tmp_path / "broken")
+    assert newest.endswith("checkpoint-2")
+
+    resumed = lit(tmp_path / "broken", teacher=teacher, options=options)
+    resumed.train(resume_from_checkpoint=newest)
+    for a, b in zip(unbroken.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    if teacher == "ema":
+        for a, b in zip(unbroken.teacher.copy.parameters(), resumed.teacher.copy.parameters(), strict=True):
+            assert torch.equal(a, b)
+    last, same = log(unbroken)[-1], log(resumed)[-1]
+    for name in ("loss", "reward", "sdpo/loss", "replay/loss"):
+        assert last[name] == same[name]
+
+
+def test_resuming_with_another_teacher_or_base_is_refused(tmp_path):
+    options = dict(max_steps=1, save_strategy="steps", save_steps=1)
+    lit(tmp_path, teacher="frozen", options=options).train()
+    checkpoint = last_checkpoint(tmp_path)
+    assert json.loads((tmp_path / "checkpoint-1" / "composer_state.json").read_text())["teacher"] == "frozen"
+    with pytest.raises(ValueError, match="pass the same"):
+        lit(tmp_path, teacher="ema", options=options).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="same initial weights"):
+        lit(tmp_path, teacher="frozen", model=tiny.model(seed=5), options=options).train(resume_from_checkpoint=checkpoint)
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert last_checkpoint(tmp_path) is None
