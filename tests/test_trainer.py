@@ -1,5 +1,6 @@
 """The trainer through its public door: equal to GRPOTrainer when off, lit when on, resumable, and loud when dark."""
 
+import inspect
 import json
 import logging
 import warnings
@@ -12,6 +13,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from composer_nb import trainer as room
 from composer_nb.batch import DPOPair
+from composer_nb.hints import encode, render
+from composer_nb.loss import LossConfig
 from composer_nb.trainer import ComposerReplicationTrainer, Feedback, SelfTeacher, last_checkpoint, moved_seams
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -77,6 +80,17 @@ def test_a_moved_seam_is_named(name):
     assert len(moved_seams(changed)) == 1 and moved_seams(changed)[0].startswith(name)
 
 
+@pytest.mark.parametrize("name", room.TRL_ATTRIBUTES)
+def test_a_vanished_attribute_is_named(name, monkeypatch):
+    real = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda obj: real(obj).replace(f"self.{name}", "self.renamed"))
+    assert any(line.startswith(name) for line in moved_seams())
+
+
+def test_a_flipped_scaling_rule_is_named():
+    assert "loss_is_scaled_for_ga" in moved_seams(type("Changed", (GRPOTrainer,), {"loss_is_scaled_for_ga": False}))[0]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
     options = dict(gradient_accumulation_steps=accumulation)
@@ -113,9 +127,88 @@ def test_measuring_the_lift_does_not_change_training(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(with_lift[2], without[2], strict=True))
 
 
-def test_measuring_gradient_norms_does_not_change_training(tmp_path):
-    often, never = record(lit(tmp_path / "a", grad_norm_steps=1)), record(lit(tmp_path / "b", grad_norm_steps=0))
-    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(often[2], never[2], strict=True))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_measured_step_has_the_gradient_of_an_unmeasured_one(tmp_path, accumulation):
+    options = dict(max_steps=1, max_grad_norm=0.0, gradient_accumulation_steps=accumulation)
+    found = [torch.cat([g.flatten() for g in record(lit(tmp_path / str(n), grad_norm_steps=n, options=options))[1][0]]) for n in (1, 0)]
+    assert (found[0] - found[1]).norm() / found[1].norm() < 1e-5
+
+
+def test_logged_norms_are_those_of_the_whole_step_and_counts_its_sum(tmp_path):
+    rows = []
+    for size, accumulation in ((4, 1), (1, 4)):
+        options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=1, loss_type="dapo")
+        torch.manual_seed(0)
+        trainer = lit(tmp_path / str(size), options=options, pairs_per_step=4)
+        trainer.train()
+        rows.append(log(trainer)[0])
+    for name in ("sdpo/tokens", "replay/pairs"):
+        assert rows[0][name] == rows[1][name]
+    for name in ("policy/grad_norm", "sdpo/grad_norm", "replay/grad_norm", "sdpo/loss", "replay/loss", "replay/accuracy"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3, abs=1e-6)
+
+
+def test_a_configuration_object_is_taken_as_it_is(tmp_path):
+    config = LossConfig(alpha_sdpo=0.7, sdpo_jsd_beta=0.0)
+    trainer = build(tmp_path / "a", loss_config=config, feedback_func=feedback)
+    assert trainer.loss_config == config
+    assert build(tmp_path / "b", loss_config=config, beta_replay=0.3).loss_config.beta_replay == 0.3
+    assert build(tmp_path / "c").loss_config == LossConfig.preset("seed")
+
+
+def test_policy_options_belong_to_trl(tmp_path):
+    with pytest.raises(TypeError, match="GRPOConfig\\(loss_type"):
+        build(tmp_path, policy_kind="dapo")
+
+
+def test_windows_that_straddle_generations_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps_per_generation=3"):
+        lit(tmp_path, options=dict(steps_per_generation=3, gradient_accumulation_steps=2))
+
+
+def test_several_steps_per_generation_count_their_own_windows(tmp_path):
+    trainer = lit(tmp_path, options=dict(per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=2))
+    trainer.train()
+    counted = [batch["sdpo_count"].item() for batch in trainer._buffered_inputs]
+    masks = [batch["sdpo_mask"].sum().item() for batch in trainer._buffered_inputs]
+    assert counted == [masks[0] + masks[1]] * 2 + [masks[2] + masks[3]] * 2
+    assert [row["sdpo/tokens"] for row in log(trainer)] == [counted[0], counted[2]]
+
+
+def test_evaluation_is_grpo_alone(tmp_path):
+    trainer = lit(tmp_path, options=dict(max_steps=1))
+    trainer.train()
+    dataset = Dataset.from_list([{"prompt": p, "colour": 0} for p in PROMPTS])
+    assert "eval_loss" in trainer.evaluate(dataset)
+
+
+def test_one_student_forward_under_bf16(tmp_path):
+    """The head shortcut holds under autocast too, so that channel 2 costs no second pass of the student."""
+    trainer = lit(tmp_path, beta_replay=0.0, teacher="frozen", options=dict(bf16=True, max_steps=1))
+    calls = []
+    original = trainer._compute_loss
+
+    def counted(model, inputs):
+        hook = trainer.model.base_model.register_forward_hook(lambda *_: calls.append(1))
+        try:
+            return original(model, inputs)
+        finally:
+            hook.remove()
+
+    trainer._compute_loss = counted
+    trainer.train()
+    assert calls == [1] and log(trainer)[0]["sdpo/loss"] > 0
+
+
+def test_a_hint_without_lift_is_reported(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = lit(tmp_path, lift_steps=1, options=dict(max_steps=4))
+        trainer._sampled_reward = lambda *_: 0.5
+        trainer.train()
+    assert sum("no lift" in str(w.message) for w in caught) == 1
+    with pytest.raises(ValueError, match="lift_steps"):
+        lit(tmp_path / "b", lift_steps=1, rollout_func=two_turns)
 
 
 def test_channel_gradients_add_up_to_the_step(tmp_path):
@@ -160,6 +253,38 @@ def test_feedback_may_name_an_earlier_turn_and_must_fit(tmp_path):
     assert log(site)[0]["sdpo/hinted_fraction"] == 1
     with pytest.raises(ValueError, match="3 answers for 4"):
         lit(tmp_path / "b", feedback_func=lambda completions, **_: ["x"] * 3).train()
+
+
+def two_turns(prompts, trainer):
+    """A rollout of two sampled turns with the environment's words in between."""
+    between = encode(TOKENIZER, "\n<|im_start|>user\nWrong, again.<|im_end|>\n<|im_start|>assistant\n")
+    turn = encode(TOKENIZER, "blue or red<|im_end|>")
+    completion, mask = turn + between + turn, [1] * len(turn) + [0] * len(between) + [1] * len(turn)
+    return {
+        "prompt_ids": [encode(TOKENIZER, render(TOKENIZER, p)) for p in prompts],
+        "completion_ids": [completion for _ in prompts],
+        "logprobs": [[0.0] * len(completion) for _ in prompts],
+        "env_mask": [mask for _ in prompts],
+    }
+
+
+@pytest.mark.parametrize("site", [0, 1, -1])
+def test_several_turns_hint_goes_above_the_named_one(tmp_path, site):
+    hint = "Reminder: one colour."
+    trainer = lit(tmp_path, rollout_func=two_turns, feedback_func=lambda completions, **_: [Feedback(hint, site=site)] * len(completions),
+                  options=dict(max_completion_length=64, max_steps=1))  # fmt: skip
+    seen, original = [], trainer._teacher_fields
+    trainer._teacher_fields = lambda output: seen.append((output, original(output))) or seen[-1][1]
+    trainer.train()
+    output, fields = seen[0]
+    turn = len(encode(TOKENIZER, "blue or red<|im_end|>"))
+    assert fields["sdpo_mask"].sum(1).tolist() == [turn] * 4
+    first = fields["sdpo_mask"][0].nonzero()[0].item()
+    assert (first == 0) is (site == 0)
+    read = TOKENIZER.decode(fields["teacher_ids"][0][fields["teacher_mask"][0].bool()])
+    above = read.index(hint)
+    assert read.count(hint) == 1 and read[above:].count("blue or red") == 1
+    assert read[:above].count("blue or red") == (0 if site == 0 else 1)
 
 
 def test_prompts_as_plain_text_are_refused_for_hints(tmp_path):

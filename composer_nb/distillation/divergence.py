@@ -100,7 +100,7 @@ def importance_weight(
         raise ValueError(f"the importance-weight cap must be positive, got {cap}")
     return (logp - old_logp).detach().clamp(-20.0, 20.0).exp().clamp(max=cap)
 
-# %% ../../nbs/02_divergence.ipynb #c026-cbc327
+# %% ../../nbs/02_divergence.ipynb #c026-5901d9
 IGNORE_INDEX = -100
 
 
@@ -120,6 +120,7 @@ def generalized_jsd_loss(
     sampled: bool = False,
     old_logprobs: Float[Tensor, "B T"] | None = None,
     is_cap: float | None = None,
+    weight: Float[Tensor, "B T"] | None = None,
     sample_mask: Tensor | None = None,
     reduction: Reduction = "token-mean",
     denominator: float | Tensor | None = None,
@@ -127,8 +128,8 @@ def generalized_jsd_loss(
     """Distillation loss in nats per scored token. Logits at position t must already be those that predict `labels[:, t]`.
 
     `temperature` divides both sides; `token_clip` caps each token's divergence after the sum, `entry_clip` each entry
-    before it; `sampled` uses only `labels` (beta 1); `old_logprobs` with `is_cap` adds the truncated importance weight;
-    `sample_mask` (B,) drops whole rows. Gradient flows into `student_logits` only.
+    before it; `sampled` uses only `labels` (beta 1); `old_logprobs` with `is_cap` adds the truncated importance weight
+    (or give any detached `weight`); `sample_mask` (B,) drops whole rows. Gradient flows into `student_logits` only.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -149,6 +150,8 @@ def generalized_jsd_loss(
         if old_logprobs is None or labels is None:
             raise ValueError("is_cap needs both old_logprobs and labels (the tokens that were sampled)")
         per_token = per_token * importance_weight(token_logprobs(s, labels[scored]), old_logprobs[scored], is_cap)
+    if weight is not None:
+        per_token = per_token * weight[scored].detach()
     grid = per_token.new_zeros(scored.shape).masked_scatter(scored, per_token)
     return reduce_tokens(grid, scored, reduction, denominator)
 
