@@ -16,7 +16,7 @@ QUICKSTART_SPIKE ?= 006_real_model_cpu
 QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p compare=spikes/006_real_model_cpu/runs/cold-live-seed0
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
-STAGES := install browser sync clean-check nbtest book pytest smoke
+STAGES := install browser lint sync clean-check nbtest book pytest smoke
 
 VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch

@@ -7,8 +7,16 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
-from transformers import GPT2Config, GPT2LMHeadModel, GraniteForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 from composer_nb.batch import ComposerDataCollator, DPOPair, Rollout, build_batch
 from composer_nb.hints import encode, render

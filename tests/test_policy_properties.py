@@ -31,7 +31,8 @@ class Batch:
 
     def __init__(self, seed: int, rows: int = 6, length: int = 5) -> None:
         generator = torch.Generator().manual_seed(seed)
-        draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+        def draw(*shape):
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
         self.mask = torch.arange(length) < torch.randint(length + 1, (rows, 1), generator=generator)
         self.old = 0.5 * draw(rows, length) - 2
         self.new, self.ref = self.old + 0.4 * draw(rows, length), self.old + 0.4 * draw(rows, length)

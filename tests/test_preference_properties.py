@@ -164,7 +164,8 @@ def test_gradcheck(loss_type: str) -> None:
     assert torch.autograd.gradcheck(
         lambda c, r: simpo_loss(c, r, gamma=0.4, loss_type=loss_type).losses, sides[:2]
     )
-    smooth = lambda c, r: dpo_loss(c, r, *ref, beta=0.7, label_smoothing=0.2).losses
+    def smooth(c, r):
+        return dpo_loss(c, r, *ref, beta=0.7, label_smoothing=0.2).losses
     assert torch.autograd.gradcheck(smooth, sides[:2])
 
 

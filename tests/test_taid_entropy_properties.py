@@ -105,7 +105,8 @@ def test_gradcheck_of_taid_with_its_target_held() -> None:
     student, teacher, mask = batch(3)
     student.requires_grad_()
     target = (0.4 * student.detach() + 0.6 * teacher).softmax(-1)[mask]
-    held = lambda s: -(target * s[mask].log_softmax(-1)).sum(-1).mean()
+    def held(s):
+        return -(target * s[mask].log_softmax(-1)).sum(-1).mean()
     assert torch.autograd.gradcheck(held, student)
     ours, theirs = (
         torch.autograd.grad(loss, student)[0]

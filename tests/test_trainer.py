@@ -15,7 +15,13 @@ from composer_nb import trainer as room
 from composer_nb.batch import DPOPair
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig
-from composer_nb.trainer import ComposerReplicationTrainer, Feedback, SelfTeacher, last_checkpoint, moved_seams
+from composer_nb.trainer import (
+    ComposerReplicationTrainer,
+    Feedback,
+    SelfTeacher,
+    last_checkpoint,
+    moved_seams,
+)
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 TOKENIZER = tiny.tokenizer()

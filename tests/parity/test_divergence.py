@@ -18,9 +18,9 @@ from composer_nb.distillation.divergence import (
 )
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
-I = torch.arange(42, dtype=torch.float64)
-STUDENT = (2 * (torch.sin(0.7 * I) + 0.3 * torch.cos(1.3 * I))).view(2, 3, 7)
-TEACHER = (2 * (torch.cos(0.5 * I) + 0.2 * torch.sin(2.1 * I))).view(2, 3, 7)
+STEPS = torch.arange(42, dtype=torch.float64)
+STUDENT = (2 * (torch.sin(0.7 * STEPS) + 0.3 * torch.cos(1.3 * STEPS))).view(2, 3, 7)
+TEACHER = (2 * (torch.cos(0.5 * STEPS) + 0.2 * torch.sin(2.1 * STEPS))).view(2, 3, 7)
 LABELS = torch.tensor([[1, 4, 0], [6, 2, 5]])
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 CURRENT = token_logprobs(STUDENT, LABELS)

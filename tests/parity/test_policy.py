@@ -118,7 +118,8 @@ def trl_loss(
 @pytest.fixture
 def batch() -> SimpleNamespace:
     generator = torch.Generator().manual_seed(7)
-    draw = lambda: torch.randn(6, 9, dtype=torch.float64, generator=generator)
+    def draw():
+        return torch.randn(6, 9, dtype=torch.float64, generator=generator)
     old = 0.5 * draw() - 2
     lengths = torch.tensor([9, 1, 4, 7, 0, 9])
     return SimpleNamespace(
