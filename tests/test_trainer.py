@@ -51,8 +51,11 @@ def build(folder, cls=ComposerReplicationTrainer, model=None, options=None, **kw
     return trainer
 
 
+ALPHA = 2000.0  # an untrained model hardly reads its hint: this makes channel 2's gradient as large as the others'
+
+
 def lit(folder, **kwargs):
-    defaults = dict(alpha_sdpo=0.5, beta_replay=0.2, feedback_func=feedback, preference_dataset=PAIRS, pairs_per_step=2, grad_norm_steps=1)
+    defaults = dict(alpha_sdpo=ALPHA, beta_replay=0.2, feedback_func=feedback, preference_dataset=PAIRS, pairs_per_step=2, grad_norm_steps=1)
     return build(folder, **(defaults | kwargs))
 
 
@@ -120,7 +123,7 @@ def test_lit_channels_log_losses_counts_and_gradients(tmp_path, teacher):
     trainer = lit(tmp_path, teacher=teacher, lift_steps=1)
     trainer.train()
     for row in log(trainer):
-        assert row["sdpo/loss"] > 0 and row["sdpo/tokens"] > 0 and row["sdpo/weight"] == 0.5
+        assert row["sdpo/loss"] > 0 and row["sdpo/tokens"] > 0 and row["sdpo/weight"] == ALPHA
         assert row["sdpo/grad_norm"] > 0 and row["replay/grad_norm"] > 0 and row["replay/pairs"] == 2
         assert row["sdpo/aligned_fraction"] == 1 and row["sdpo/hinted_fraction"] == 0.5
         assert row["policy/active"] == 0 or row["policy/grad_norm"] > 0
@@ -220,7 +223,7 @@ def test_a_hint_without_lift_is_reported(tmp_path):
 def test_channel_gradients_add_up_to_the_step(tmp_path):
     """Total = policy + alpha sdpo + beta replay, checked on the very gradients of one step."""
     parts = {}
-    for name, weights in {"all": (0.5, 0.2), "sdpo": (0.5, 0.0), "replay": (0.0, 0.2), "policy": (0.0, 0.0)}.items():
+    for name, weights in {"all": (ALPHA, 0.2), "sdpo": (ALPHA, 0.0), "replay": (0.0, 0.2), "policy": (0.0, 0.0)}.items():
         options = dict(max_steps=1, max_grad_norm=0.0)
         trainer = lit(tmp_path / name, alpha_sdpo=weights[0], beta_replay=weights[1], options=options)
         parts[name] = torch.cat([g.flatten() for g in record(trainer)[1][0]])
@@ -272,6 +275,18 @@ def two_turns(prompts, trainer):
         "logprobs": [[0.0] * len(completion) for _ in prompts],
         "env_mask": [mask for _ in prompts],
     }
+
+
+def scripted(prompts, trainer):
+    """What is said depends on the prompt alone, so that any number of processes samples the same rollouts."""
+    ids = [encode(TOKENIZER, p[-1]["content"] + " red" * (number % 2)) for number, p in enumerate(prompts)]
+    prompt_ids = [encode(TOKENIZER, render(TOKENIZER, p)) for p in prompts]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[0.0] * len(i) for i in ids]}
+
+
+def feedback_by_prompt(prompts, completions, **columns):
+    """A hint for some prompts only, so that processes score different numbers of tokens."""
+    return ["Reminder: say the colour." if "phrase" in p[-1]["content"] or "red" in p[-1]["content"] else None for p in prompts]
 
 
 @pytest.mark.parametrize("site", [0, 1, -1])
