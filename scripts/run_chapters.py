@@ -1,4 +1,4 @@
-"""Execute chapters in place: `python scripts/run_chapters.py 05 31` (by number or name), or all of them.
+"""Execute chapters and the spikes' result pages in place: `python scripts/run_chapters.py 05 results`, or all of them.
 
 Fills in the line with the Colab and Kaggle links and the cell that they need, drops progress bars, and leaves the committed form behind. When and
 on what a chapter ran stays in its metadata, where the status page reads it.
@@ -62,7 +62,8 @@ def run(path: Path) -> float:
     for cell in notebook.cells[:4]:
         if cell.cell_type == "markdown":
             cell["source"] = BADGE_LINE.sub(links(path), cell.source)
-    add_launch_cell(notebook, path)
+    if path.parent.name == "nbs":
+        add_launch_cell(notebook, path)
     notebook.metadata.pop("papermill", None)
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / path.name, Path(folder) / "done.ipynb"
@@ -86,7 +87,7 @@ def run(path: Path) -> float:
 
 
 def main() -> int:
-    chapters = sorted((ROOT / "nbs").glob("[0-9]*.ipynb"))
+    chapters = sorted([*(ROOT / "nbs").glob("[0-9]*.ipynb"), *(ROOT / "spikes").glob("*/results.ipynb")])
     wanted = sys.argv[1:]
     picked = [p for p in chapters if not wanted or any(p.name.startswith(w) for w in wanted)]
     if not picked:
