@@ -18,7 +18,7 @@ from check_sync import ROOT, run_nbdev
 
 LAUNCH_MARK = "# On Colab or Kaggle: fetch the repository and install it."
 BADGE_LINE = re.compile(r"^(<!-- badges -->|\[Open in Colab\]\(.*)$", re.MULTILINE)
-NOISE = ("IProgress", "it/s]", "s/it]", "%|", "IPKernelApp")
+NOISE = ("IProgress", "it/s]", "s/it]", "%|", "IPKernelApp", "pin_memory")
 
 
 def links(path: Path) -> str:
@@ -75,7 +75,7 @@ def run(path: Path) -> float:
     for cell in done.cells:
         if cell.cell_type != "code":
             continue
-        kept = [o for o in cell.outputs if not (o.get("name") == "stderr" and any(word in o.text for word in NOISE))]
+        kept = [o for o in cell.outputs if not (o.get("name") == "stderr" and (not o.text.strip() or any(word in o.text for word in NOISE)))]
         cell["outputs"] = [nbformat.from_dict(runner.scrub(dict(o), patterns)) for o in kept]
         cell["metadata"] = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in ("tags", "mystnb")})
     facts = done.metadata.papermill
