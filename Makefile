@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 TORCH_INDEX ?=
 
 QUICKSTART_SPIKE ?= 006_real_model_cpu
-QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p compare=spikes/006_real_model_cpu/runs/cold-live-seed0
+QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=6 -p compare=spikes/006_real_model_cpu/runs/cold-live-seed0
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 STAGES := install browser lint sync clean-check nbtest book pytest smoke
