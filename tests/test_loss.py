@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from composer_nb.batch import ComposerDataCollator, DPOPair, Rollout, build_batch
+from composer_nb.encode import encode_sequences, head_shortcut
 from composer_nb.hints import encode, render
 from composer_nb.loss import (
     PRESETS,
@@ -26,8 +27,6 @@ from composer_nb.loss import (
     LossConfig,
     channel_gradient_norms,
     compose_loss,
-    encode_sequences,
-    head_shortcut,
     reference_logprobs,
 )
 
@@ -285,3 +284,55 @@ def test_the_head_check_works_under_autocast():
         assert head_shortcut(model)
         parts = compose_loss(model, full_batch(model), **LIT)
     assert parts.sdpo_jsd > 0 and parts.sdpo_jsd.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [
+    dict(sdpo_sampled=True), dict(sdpo_sampled=True, sdpo_jsd_beta=1.0, sdpo_top_k=3), dict(sdpo_gate=-1.0), dict(kl_coef=float("inf")),
+    dict(replay_label_smoothing=0.7), dict(sdpo_reduction="mean"), dict(sdpo_reduction="seq-mean-token-mean", sdpo_wrapper="eopd"),
+    dict(sdpo_gate=1.0, sdpo_wrapper="taid", taid_t=0.5), dict(kl_estimator="k4"), dict(replay_loss_type="ipo"),
+])
+def test_options_without_meaning_are_refused(options):
+    with pytest.raises(ValueError):
+        LossConfig(**options)
+
+
+def test_means_over_sequences_weigh_turns_equally():
+    model = tiny.model(dtype=torch.float64)
+    batch = full_batch(model)
+    rows = batch["sdpo_loss_mask"].any(1).nonzero().flatten()
+    alone = [compose_loss(model, {k: v[r:r + 1] for k, v in batch.items() if not k.startswith("dpo_")}, alpha_sdpo=1.0) for r in rows]
+    both = compose_loss(model, batch, alpha_sdpo=1.0, sdpo_reduction="seq-mean-token-mean")
+    assert len(rows) == 2 and len({part.scored["sdpo"] for part in alone}) == 2 and both.scored["sdpo"] == 2
+    assert both.sdpo_jsd.item() == pytest.approx(sum(part.sdpo_jsd.item() for part in alone) / 2, rel=1e-4)
+
+
+def test_length_normalised_dpo_divides_both_models_sums():
+    model, other = tiny.model(), tiny.model(seed=1)
+    batch = full_batch(model) | reference_logprobs(other, full_batch(model))
+    lengths = [batch[f"dpo_{side}_response_mask"][:, 1:].sum(1) for side in ("chosen", "rejected")]
+    sums = [reference_logprobs(m, batch)[f"dpo_{side}_ref_logprobs"] / n for m in (model, other) for side, n in zip(("chosen", "rejected"), lengths, strict=True)]
+    margin = 0.5 * ((sums[0] - sums[2]) - (sums[1] - sums[3]))
+    parts = compose_loss(model, batch, beta_replay=1.0, replay_dpo_beta=0.5, replay_length_normalised=True)
+    assert parts.trace_replay_dpo.item() == pytest.approx(-torch.nn.functional.logsigmoid(margin).mean().item(), rel=1e-4)
+    hinge = compose_loss(model, batch, beta_replay=1.0, replay_dpo_beta=0.5, replay_length_normalised=True, replay_loss_type="hinge")
+    assert hinge.trace_replay_dpo.item() == pytest.approx((1 - margin).relu().mean().item(), rel=1e-4)
+
+
+def test_a_leash_pulls_the_policy_channel():
+    model = tiny.model()
+    batch = full_batch(model)
+    shape = batch["input_ids"].shape
+    batch |= {"advantages": torch.zeros(len(shape) and shape[0]), "ref_logprobs": torch.full(shape, -3.0), "old_logprobs": torch.full(shape, -3.0)}
+    free = compose_loss(model, batch)
+    held = compose_loss(model, batch, kl_coef=0.1)
+    assert free.total.item() == 0.0 and channel_gradient_norms({"policy": held.total}, model.parameters())["policy"] > 0
+
+
+def test_the_fused_path_is_the_reference_path():
+    model = tiny.model(dtype=torch.float64)
+    batch = full_batch(model)
+    for options in (dict(), dict(sdpo_top_k=5), dict(sdpo_gate=5.0), dict(sdpo_wrapper="taid", taid_t=0.3)):
+        fused, plain = (compose_loss(model, batch, alpha_sdpo=1.0, sdpo_fused=way, **options) for way in (True, False))
+        assert fused.sdpo_jsd.item() == pytest.approx(plain.sdpo_jsd.item(), rel=1e-9)
+        for a, b in zip(*(torch.autograd.grad(p.sdpo_jsd, list(model.parameters())) for p in (fused, plain)), strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-12)

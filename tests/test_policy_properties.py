@@ -15,6 +15,7 @@ from composer_nb.policy import (
     dppo_mask,
     group_advantages,
     kl_penalty,
+    kl_shaped_rewards,
     length_penalty,
     policy_denominator,
     policy_loss,
@@ -395,3 +396,24 @@ B = Batch(0)
 def test_errors_name_the_bad_value(call: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@relaxed
+@given(seeds, st.sampled_from(["k1", "k2", "k3"]), st.floats(0.0, 2.0))
+def test_a_leash_in_the_reward_costs_the_summed_estimate(seed, kind, coef):
+    batch = Batch(seed)
+    rewards = torch.linspace(0, 1, 6, dtype=torch.float64)
+    dirty = [side.masked_fill(~batch.mask, torch.nan) for side in (batch.new, batch.ref)]
+    shaped = kl_shaped_rewards(rewards, *dirty, batch.mask, coef=coef, kind=kind)
+    estimate = kl_estimate(batch.new, batch.ref, kind)
+    by_hand = torch.stack([rewards[i] - coef * sum(estimate[i][batch.mask[i]]) for i in range(6)])
+    assert torch.allclose(shaped, by_hand, atol=1e-12) and not shaped.requires_grad
+
+
+@pytest.mark.parametrize(("change", "message"), [(dict(coef=-1.0), "coef is -1"), (dict(coef=math.nan), "coef is nan"), (dict(kind="k4"), "unknown KL")])
+def test_bad_leashes_are_named(change, message):
+    batch = Batch(0)
+    with pytest.raises(ValueError, match=message):
+        kl_shaped_rewards(torch.zeros(6), batch.new, batch.ref, batch.mask, **{"coef": 0.1} | change)
+    with pytest.raises(ValueError, match=r"rewards \(2,\) need one entry for each of the 6 answers"):
+        kl_shaped_rewards(torch.zeros(2), batch.new, batch.ref, batch.mask, coef=0.1)

@@ -15,10 +15,10 @@ from composer_nb import trainer as room
 from composer_nb.batch import DPOPair
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig
+from composer_nb.self_teacher import SelfTeacher
 from composer_nb.trainer import (
     ComposerReplicationTrainer,
     Feedback,
-    SelfTeacher,
     last_checkpoint,
     moved_seams,
 )
@@ -354,15 +354,13 @@ def test_with_adapters_the_frozen_teacher_is_the_base_and_costs_no_copy():
         frozen = module(input_ids=ids).logits
     assert torch.allclose(frozen, tiny.model(vocab_size=64)(input_ids=ids).logits, atol=1e-6)
     assert not torch.allclose(student(input_ids=ids).logits, frozen)
-    with pytest.raises(ValueError, match="PEFT"):
-        SelfTeacher(student, "ema")
 
 
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("teacher", ["live", "frozen", "ema"])
+@pytest.mark.parametrize("teacher", ["live", "frozen", "ema", "trust_region"])
 def test_a_killed_run_resumes_to_the_same_result(tmp_path, teacher):
     options = dict(max_steps=4, save_strategy="steps", save_steps=2)
     unbroken = lit(tmp_path / "whole", teacher=teacher, options=options)
@@ -408,3 +406,101 @@ def test_resuming_with_another_teacher_or_base_is_refused(tmp_path):
 
 def test_no_checkpoint_is_none(tmp_path):
     assert last_checkpoint(tmp_path) is None
+
+
+def test_a_trust_region_teacher_trains_and_refuses_lift(tmp_path):
+    trainer = lit(tmp_path, teacher="trust_region", teacher_ema_rate=0.25, options=dict(max_steps=2))
+    trainer.train()
+    assert all(row["sdpo/grad_norm"] > 0 for row in log(trainer))
+    with pytest.raises(ValueError, match="set lift_steps=0"):
+        lit(tmp_path, teacher="trust_region", lift_steps=1)
+
+
+@pytest.mark.parametrize("teacher", ["frozen", "ema", "trust_region"])
+def test_adapters_train_under_every_teacher_and_resume(tmp_path, teacher):
+    import peft
+
+    def adapted():
+        return peft.get_peft_model(tiny.model(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+    options = dict(max_steps=3, save_strategy="steps", save_steps=2)
+    whole = lit(tmp_path, model=adapted(), teacher=teacher, options=options)
+    whole.train()
+    assert whole.teacher.copy is None and all(row["sdpo/grad_norm"] > 0 for row in log(whole))
+    resumed = lit(tmp_path, model=adapted(), teacher=teacher, options=options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_diagnostics_are_logged_by_default(tmp_path):
+    trainer = lit(tmp_path)
+    trainer.train()
+    for row in log(trainer):
+        assert {"policy/hesitation_rate", "sdpo/hint_leak_rate", "sdpo/scored_share"} <= set(row)
+        assert 0 < row["sdpo/scored_share"] <= 1
+        if row["policy/grad_norm"] > 0:
+            assert all(-1 <= row[f"{name}/cosine"] <= 1 and row[f"{name}/cosine"] != 0 for name in ("sdpo", "replay"))
+
+
+def test_a_series_that_collapses_warns_once(tmp_path):
+    trainer = lit(tmp_path, options=dict(max_steps=1))
+    trainer._history["hint_leak_rate"] = [0.5] * 10
+    with pytest.warns(UserWarning, match="hint_leak_rate is 0.") as caught:
+        trainer.train()
+    assert sum("hint_leak_rate" in str(w.message) for w in caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer._look_for_collapse()
+
+
+def test_rlsd_resizes_advantages_on_hinted_turns_only(tmp_path):
+    seen = []
+
+    class Watched(ComposerReplicationTrainer):
+        def _credited(self, inputs):
+            seen.append((inputs, super()._credited(inputs)))
+            return seen[-1][1]
+
+    trainer = lit(tmp_path, cls=Watched, alpha_sdpo=0.0, beta_replay=0.0, rlsd=0.5, rlsd_steps=2, teacher="frozen",
+                  model=tiny.model(seed=1), options=dict(max_steps=3))  # fmt: skip
+    trainer.train()
+    for step, (inputs, credited) in enumerate(seen):
+        plain, mask = inputs["advantages"].unsqueeze(1), inputs["sdpo_mask"]
+        if step == 2:  # faded out
+            assert credited is inputs["advantages"]
+            continue
+        assert torch.equal(credited[~mask], plain.expand_as(credited)[~mask].float())
+        change = (credited / plain)[mask.expand_as(credited) & (plain != 0)]
+        assert ((change - 1).abs() <= 0.2 * 0.5 + 1e-6).all() and (change.numel() == 0 or (change != 1).any())
+    assert len(seen) == 3 and any((a["advantages"] != 0).any() for a, _ in seen[:2])
+
+
+def test_means_over_sequences_count_sequences(tmp_path):
+    trainer = lit(tmp_path, sdpo_reduction="seq-mean-token-mean", options=dict(max_steps=1, gradient_accumulation_steps=2))
+    counts = []
+    hint_loss = trainer._hint_loss
+    trainer._hint_loss = lambda model, inputs, kept: counts.append((inputs["sdpo_count"].item(), inputs["sdpo_mask"].any(1).sum().item())) or hint_loss(model, inputs, kept)
+    trainer.train()
+    assert counts[0][0] == sum(rows for _, rows in counts) == 4
+
+
+def test_reference_scores_are_kept_in_the_output_folder(tmp_path):
+    lit(tmp_path, options=dict(max_steps=1))
+    (stored,) = (tmp_path / "reference_logprobs").glob("*.safetensors")
+    scored = stored.stat().st_mtime_ns
+    again = lit(tmp_path, options=dict(max_steps=1))
+    assert stored.stat().st_mtime_ns == scored and again.pairs[0].chosen_ref_logprob < 0
+
+
+def test_the_length_penalty_wraps_a_reward():
+    def graded(completions, **columns):
+        return [1.0, None, 0.5]
+
+    wrapped = room.with_length_penalty(graded, k=1.0, q=0.0, weight=0.1)
+    assert wrapped(prompts=[0] * 3, completions=[0] * 3, completion_ids=[[1], [1, 1], [1] * 4]) == [pytest.approx(0.9), None, pytest.approx(0.1)]
+    assert wrapped.__name__ == "graded"
+    with pytest.raises(ValueError, match="weight is -1"):
+        room.with_length_penalty(graded, k=1.0, q=0.0, weight=-1)
+    with pytest.raises(ValueError, match="k is 0"):
+        room.with_length_penalty(graded, k=0, q=0.0, weight=1)

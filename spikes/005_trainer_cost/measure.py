@@ -1,0 +1,169 @@
+"""One trainer in one process: `python measure.py '{"variant": "full", "steps": 4, ...}'` prints a line of JSON.
+
+The learning rate is 0 and every completion has the same length, so all variants sample the same rollouts and a step is a step. Variants: `plain` (TRL's
+GRPOTrainer), `off` (ours, both weights 0), `full` (all channels), `hint` (channel 2 beside GRPO), `sdpo` (TRL's SDPOTrainer, full logits, channel 2 alone),
+and `rates`: what this machine does with the model's bare passes.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from composer_nb import loss as loss_room
+from composer_nb.batch import DPOPair
+from composer_nb.encode import shared_prefixes
+from composer_nb.models import load_model
+from composer_nb.trainer import ComposerReplicationTrainer
+
+warnings.filterwarnings("ignore")
+logging.getLogger("transformers").setLevel(logging.ERROR)
+MIB = 2**20
+HINT = 'Answer with one JSON object only. "name" is one of the functions above. "arguments" holds every required argument with the type that is asked for.'
+
+
+def resident(field: str) -> int:
+    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step, rollouts included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_, **__) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *_, **__) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def prompts(count: int) -> list[list[dict]]:
+    """The shortest training questions of the leaderboard."""
+    from composer_nb.tasks import tool_calls as task
+
+    train, _ = task.split_by_function(task.load_questions())
+    return sorted((task.render_prompt(q, descriptions=False) for q in train), key=lambda p: len(str(p)))[:count]
+
+
+def reward(completions: list, **columns: object) -> list[float]:
+    """Varies within a group, so that channel 1 has advantages."""
+    return [(len(c[-1]["content"]) % 7) / 7 for c in completions]
+
+
+def build(spec: dict, folder: str):
+    """The trainer of this variant."""
+    model, tokenizer = load_model(spec["model"], device=spec["device"])
+    chats = prompts(spec["prompts"] * spec["steps"])
+    shared = dict(
+        output_dir=folder, per_device_train_batch_size=spec["prompts"] * spec["samples"], num_generations=spec["samples"], max_steps=spec["steps"],
+        max_completion_length=spec["tokens"], learning_rate=0.0, logging_steps=1, bf16=False, use_cpu=spec["device"] == "cpu", report_to="none",
+        disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, seed=spec["seed"], shuffle_dataset=False,
+        generation_kwargs={"min_new_tokens": spec["tokens"]},
+    )  # fmt: skip
+    dataset = Dataset.from_list([{"prompt": p, "privileged_context": HINT} for p in chats])
+    if spec["variant"] == "sdpo":
+        from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+        args = SDPOConfig(**shared, max_prompt_length=None, distillation_mode="full_logits", distillation_alpha=0.5, distillation_is_clip=None,
+                          distillation_weight=1.0, teacher_model_kind="live", use_successful_as_teacher=False, include_environment_feedback=True)
+        return SDPOTrainer(model, reward, args=args, train_dataset=dataset, processing_class=tokenizer), model
+    args = GRPOConfig(**shared)
+    if spec["variant"] == "plain":
+        return GRPOTrainer(model, reward, args, dataset, processing_class=tokenizer), model
+    weights = {"off": (0.0, 0.0), "hint": (1.0, 0.0), "full": (1.0, 0.1)}[spec["variant"]]
+    pairs = [DPOPair(str(i), p, '{"name": "f", "arguments": {"a": 1, "b": "two"}}', "I would call f with one and two.", chosen_ref_logprob=-9.0,
+                     rejected_ref_logprob=-9.0) for i, p in enumerate(chats)]
+    trainer = ComposerReplicationTrainer(
+        model, reward, args, dataset, processing_class=tokenizer, alpha_sdpo=weights[0], beta_replay=weights[1], teacher="live", grad_norm_steps=0,
+        feedback_func=lambda completions, **columns: [HINT] * len(completions), preference_dataset=pairs, pairs_per_step=spec["pairs"],
+    )  # fmt: skip
+    return trainer, model
+
+
+def train(spec: dict) -> dict:
+    """Step times after the first step, peak memory above the loaded model, and what the extra channels had to compute."""
+    seen = {"teacher_tokens": 0, "teacher_rows": 0, "pair_tokens": 0, "pair_rows": 0}
+    real = loss_room.encode_shared
+
+    def counting(model, ids, mask, needed_from=None):
+        kind = "pair" if torch.is_grad_enabled() else "teacher"
+        rows = [row[real_tokens.bool()].tolist() for row, real_tokens in zip(ids, mask, strict=True)]
+        seen[f"{kind}_tokens"] += shared_prefixes(rows).computed_tokens
+        seen[f"{kind}_rows"] += int((mask.sum(1) - (needed_from - (1 - mask).cumsum(1).gather(1, needed_from.clamp(max=mask.shape[1] - 1).unsqueeze(1)).squeeze(1))).sum())
+        return real(model, ids, mask, needed_from)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, model = build(spec, folder)
+        clock = Clock()
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(clock)
+        loss_room.encode_shared = counting
+        if spec["device"] == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+            before = resident("VmRSS")
+        trainer.train()
+        loss_room.encode_shared = real
+        peak = torch.cuda.max_memory_allocated() if spec["device"] == "cuda" else resident("VmHWM")
+    return {"seconds": clock.seconds[1:], "peak_mib": (peak - before) / MIB, **{k: v / spec["steps"] for k, v in seen.items()}, **sizes(model)}
+
+
+def sizes(model: torch.nn.Module) -> dict:
+    """Parameters of the body without embeddings, vocabulary, width."""
+    head = model.get_output_embeddings().weight
+    body = sum(p.numel() for p in model.model.layers.parameters())
+    return {"body": body, "vocabulary": head.shape[0], "width": head.shape[1]}
+
+
+def rates(spec: dict) -> dict:
+    """FLOP/s of the model's bare body, forward alone and forward with backward, and of the head's products; attention not counted."""
+    model, _ = load_model(spec["model"], device=spec["device"])
+    size = sizes(model)
+    rows = spec["prompts"] * spec["samples"]
+    ids = torch.randint(5, 1000, (rows, 200), generator=torch.Generator().manual_seed(0)).to(spec["device"])
+    hidden, weight = torch.randn(spec["tokens"] * rows, size["width"], device=spec["device"]), model.get_output_embeddings().weight.detach()
+    logits = torch.empty(len(hidden), len(weight), device=spec["device"])
+
+    def best(run) -> float:
+        found = []
+        for _ in range(spec["repeats"] + 1):
+            start = time.perf_counter()
+            run()
+            if spec["device"] == "cuda":
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return min(found[1:])
+
+    def forward() -> None:
+        with torch.no_grad():
+            model.model(input_ids=ids, use_cache=False)
+
+    def both() -> None:
+        model.zero_grad()
+        model.model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+
+    products = best(lambda: (torch.mm(hidden, weight.t(), out=logits), torch.mm(logits, weight)))
+    work = 2 * size["body"] * ids.numel()
+    return {"forward": work / best(forward), "both": 3 * work / best(both), "head": 4 * hidden.numel() * len(weight) / products, **size}
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    torch.manual_seed(request["seed"])
+    print(json.dumps(rates(request) if request["variant"] == "rates" else train(request)))

@@ -1,0 +1,127 @@
+"""One measurement in one process: `python measure.py '{"case": "ours", "N": 2048, "V": 32000, "d": 576, ...}'` prints a line of JSON.
+
+Time is the best of `repeats` after one unmeasured call. Memory is the peak of the resident set (CPU) or of the allocator (GPU) above what was held
+before the first call, so page faults and scratch count; `returned_mib` is the part of it that are the gradients themselves.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from composer_nb.distillation.fused import Head, View, fused_divergence_loss
+
+MIB = 2**20
+
+
+def resident(field: str) -> int:
+    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def tensors(spec: dict) -> dict:
+    """Hidden states, heads and the rows that are scored; the teacher's head is the student's, as in self-distillation."""
+    kind, device = getattr(torch, spec["dtype"]), spec["device"]
+    generator = torch.Generator(device).manual_seed(spec["seed"])
+    N, V, d = spec["N"], spec["V"], spec["d"]
+    student, teacher = (torch.randn(N, d, generator=generator, device=device).to(kind) for _ in range(2))
+    weight = (3 * torch.randn(V, d, generator=generator, device=device) / d**0.5).to(kind)
+    scored = torch.zeros(N, dtype=torch.bool, device=device)
+    scored[:: spec["every"]] = True
+    return {"student": student.requires_grad_(), "teacher": teacher, "weight": weight.requires_grad_(), "scored": scored}
+
+
+def ours(x: dict, beta: float) -> None:
+    head = Head(x["weight"])
+    fused_divergence_loss(View(x["student"][x["scored"]], head), View(x["teacher"][x["scored"]], head), beta=beta).backward()
+
+
+def trl(x: dict, beta: float) -> None:
+    from trl.experimental.sdpo.loss_utils import compute_full_logit_self_distillation_loss
+
+    student = F.linear(x["student"], x["weight"])
+    with torch.no_grad():
+        teacher = F.linear(x["teacher"], x["weight"])
+    per_token = compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=beta)
+    ((per_token * x["scored"]).sum() / x["scored"].sum()).backward()
+
+
+def liger(x: dict, beta: float) -> None:
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False)
+    target = torch.where(x["scored"], 0, -100)
+    loss(x["student"], x["weight"], x["teacher"], x["weight"].detach(), target).backward()
+
+
+def autograd(x: dict, beta: float) -> None:
+    """The formula on gathered rows, gradient by autograd, all logits at once."""
+    s = F.linear(x["student"][x["scored"]], x["weight"]).float().log_softmax(-1)
+    with torch.no_grad():
+        t = F.linear(x["teacher"][x["scored"]], x["weight"]).float().log_softmax(-1)
+    m = torch.log((1 - beta) * s.exp() + beta * t.exp())
+    ((1 - beta) * s.exp() * (s - m) + beta * t.exp() * (t - m)).sum(-1).mean().backward()
+
+
+def floor(x: dict, beta: float) -> None:
+    """The four matrix products that any exact method needs: logits into memory that is already there, gradients into their own."""
+    student, teacher, weight = x["student"].detach()[x["scored"]], x["teacher"][x["scored"]], x["weight"].detach()
+    logits = x.setdefault("room", weight.new_empty(0)).resize_(len(student), len(weight))
+    torch.mm(student, weight.t(), out=logits)
+    torch.mm(teacher, weight.t(), out=logits)
+    x["gradients"] = None
+    x["gradients"] = logits @ weight, logits.t() @ student
+
+
+CASES = {"ours": ours, "trl": trl, "liger": liger, "autograd": autograd, "floor": floor}
+
+
+def cost(spec: dict) -> dict:
+    """Seconds and peak extra memory of one case."""
+    x = tensors(spec)
+    cuda = spec["device"] == "cuda"
+    torch.mm(torch.ones(64, 64, device=spec["device"]), torch.ones(64, 64, device=spec["device"]))  # the library's own workspace
+    CASES[spec["case"]]({k: v[:8].detach().requires_grad_(v.requires_grad) for k, v in x.items()} if spec["case"] != "floor" else dict(x), 0.5)
+    x["student"].grad = x["weight"].grad = None
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+    CASES[spec["case"]](x, spec["beta"])
+    peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")
+    returned = sum(g.numel() * g.element_size() for g in (x["student"].grad, x["weight"].grad) if g is not None)
+    seconds = []
+    for _ in range(spec["repeats"]):
+        x["student"].grad = x["weight"].grad = None
+        start = time.perf_counter()
+        CASES[spec["case"]](x, spec["beta"])
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds), "all": seconds, "peak_mib": (peak - before) / MIB, "returned_mib": returned / MIB}
+
+
+def error(spec: dict) -> dict:
+    """Relative error of both gradients against float64, all taken from the same rounded inputs."""
+    x = tensors(spec)
+    exact = {k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in x.items()}
+    head = Head(exact["weight"])
+    s, t = (head(exact[name][x["scored"]]).log_softmax(-1) for name in ("student", "teacher"))
+    t, beta = t.detach(), spec["beta"]
+    m = torch.log((1 - beta) * s.exp() + beta * t.exp())
+    ((1 - beta) * s.exp() * (s - m) + beta * t.exp() * (t - m)).sum(-1).mean().backward()
+    CASES[spec["case"]](x, beta)
+    return {name: ((x[name].grad.double() - exact[name].grad).norm() / exact[name].grad.norm()).item() for name in ("student", "weight")}
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    torch.manual_seed(request["seed"])
+    print(json.dumps(error(request) if request.get("error") else cost(request)))
