@@ -34,7 +34,7 @@ __all__ = ['RETIRED', 'PRESETS', 'Channel', 'LossConfig', 'policy_channel', 'dis
            'reference_logprobs', 'preference_channel', 'LossComponents', 'compose_loss', 'channel_gradients',
            'gradient_norm', 'channel_gradient_norms']
 
-# %% ../nbs/05_loss.ipynb #c007-1abf79
+# %% ../nbs/05_loss.ipynb #c007-10f936
 RETIRED = {
     "taid_schedule_step": "taid_t (a number in [0, 1]; TAIDScheduler computes it)",
     "taid_total_steps": "taid_t (a number in [0, 1]; TAIDScheduler(num_train_steps) computes it)",
@@ -95,6 +95,11 @@ class LossConfig:
             if getattr(self, name) is not None:
                 _require(self, name, 0.0, math.inf, "must be positive and finite, or None", open_low=True)
         _require(self, "replay_label_smoothing", 0.0, 0.5, "the believed share of swapped labels")
+        _require(self, "simpo_gamma", -math.inf, math.inf, "a margin in nats")
+        _require(self, "epsilon_low", 0.0, math.inf, "the lower clip is not negative")
+        for name in ("epsilon_high", "max_completion_length"):
+            if getattr(self, name) is not None:
+                _require(self, name, 0.0, math.inf, "must be positive and finite, or None", open_low=name == "max_completion_length")
         self._check_wrapper()
 
     def _check_wrapper(self) -> None:
@@ -262,11 +267,11 @@ def streamed_distillation(
     step = divergence_step(config.sdpo_jsd_beta, config.sdpo_temperature, config.sdpo_token_clip, weights) if plain else autograd_step(on_logits)
     return streamed_loss(student, teachers, step, denominator=count)
 
-# %% ../nbs/05_loss.ipynb #c019-113174
+# %% ../nbs/05_loss.ipynb #c019-e77da2
 def head_of(model: nn.Module) -> Head | None:
     """The model's head as the stream reads it, or None where it cannot: then logits are taken as the model gives them.
 
-    None for a head with adapters, a quantised or sharded one, and where head on body is not the model's own logits.
+    None for a head with adapters, a quantised one, and where head on body is not the model's own logits.
     """
     if not head_shortcut(model):
         return None
@@ -291,10 +296,11 @@ def distil(
     config: LossConfig,
     **weighting: Any,
 ) -> Float[Tensor, ""]:
-    """Distillation at tokens `ids`: row `batch`, position `student_at` in the student's sequence, `teacher_at` in the hinted one.
+    """Distillation (nats) at tokens `ids`: row `batch`, position `student_at` in the student's sequence, `teacher_at` in the hinted one.
 
     `teacher` is a module, or has `views()`: (share, context manager of a module) pairs. `weighting` is passed on:
-    `count`, `old_logprobs`, `sampling_temperature`.
+    `count`, `old_logprobs`, `sampling_temperature`. Raises ValueError for a `teacher_at` that points at padding or the
+    first token of its row.
     """
     rows, place = torch.unique(batch, return_inverse=True)
     needed = torch.full_like(rows, hinted_ids.shape[1]).scatter_reduce(0, place, teacher_at, "amin")
@@ -307,7 +313,7 @@ def distil(
                 if (theirs := None if head is None else head_of(module)) is None:
                     views.append(portion * hinted.logits(place, teacher_at))
                 else:
-                    views.append(View(hinted.states_at(place, teacher_at), theirs, portion))
+                    views.append(View(hinted.states_at(place, teacher_at), theirs.detach(), portion))  # a swapped-in head is gone afterwards
     share = None if config.sdpo_reduction == "token-mean" else 1.0 / torch.bincount(place)[place]
     if head is not None and all(isinstance(view, View) for view in views):
         return streamed_distillation(View(student.states_at(batch, student_at), head), views, ids, config, share=share, **weighting)
@@ -379,12 +385,13 @@ def preference_channel(
     metrics = {name: reduce_pairs(values).item() for name, values in (("margin", output.margin), ("accuracy", output.accuracy))}
     return reduce_pairs(output.losses, denominator=count), len(chosen), metrics
 
-# %% ../nbs/05_loss.ipynb #c023-848bc7
+# %% ../nbs/05_loss.ipynb #c023-12a46b
 @dataclass
 class LossComponents:
     """The total and its parts (unweighted), what each divided by, and the channels left dark.
 
-    `scored` holds tokens for cross-entropy and hints, pairs for replay, and for a policy loss whatever its kind counts.
+    `scored` holds tokens for cross-entropy and hints (sequences under `seq-mean-token-mean`), pairs for replay, and for a
+    policy loss whatever its kind counts.
     """
 
     total: Float[Tensor, ""]

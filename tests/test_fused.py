@@ -144,7 +144,7 @@ def test_backward_twice_and_scaled():
     kept = [g.clone() for g in once]
     thrice = torch.autograd.grad(3 * loss, [h, w])
     assert all(torch.equal(a, b) for a, b in zip(once, kept, strict=True))
-    assert all(torch.allclose(3 * a, b, rtol=1e-14) for a, b in zip(once, thrice, strict=True))
+    assert all(torch.allclose(3 * a, b, rtol=1e-14, atol=0) for a, b in zip(once, thrice, strict=True))
 
 
 def test_second_derivative_is_refused():
@@ -220,7 +220,7 @@ def test_splits_add_up():
     whole = fused_divergence_loss(View(h, Head(w)), View(t, Head(w)))
     parts = [fused_divergence_loss(View(h[i], Head(w)), View(t[i], Head(w)), denominator=8) for i in (slice(0, 3), slice(3, 3), slice(3, 8))]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-13)
-    assert torch.allclose(gradients(sum(parts), w)[0], gradients(whole, w)[0], atol=1e-14)
+    assert torch.allclose(gradients(sum(parts), w)[0], gradients(whole, w)[0], rtol=1e-12, atol=1e-15)
 
 
 def test_different_widths_heads_and_shares():
@@ -231,7 +231,7 @@ def test_different_widths_heads_and_shares():
     teacher = 0.7 * Head(w, scale=0.5)(t) + 0.3 * Head(other, softcap=2.0)(wide)
     reference = generalized_jsd_loss((h @ w.T)[None], teacher[None])
     assert mixed.item() == pytest.approx(reference.item(), abs=1e-13)
-    assert torch.allclose(gradients(mixed, h)[0], gradients(reference, h)[0], atol=1e-13)
+    assert torch.allclose(gradients(mixed, h)[0], gradients(reference, h)[0], rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -284,7 +284,7 @@ def test_the_whole_menu_streams(name):
             loss = distillation_channel(head(hidden), head(t), ids, config, 5, **weighting)
         found.append([loss.detach(), *gradients(loss, hidden, weight)])
     for mine, reference in zip(*found, strict=True):
-        assert torch.allclose(mine, reference, atol=1e-12) and reference.abs().max() > 0
+        assert torch.allclose(mine, reference, rtol=1e-10, atol=1e-13) and reference.abs().max() > 0
 
 
 def test_a_step_without_a_gradient_gives_zero():

@@ -1,6 +1,7 @@
 """One trainer in one process: `python measure.py '{"variant": "full", "steps": 4, ...}'` prints a line of JSON.
 
-The learning rate is 0 and every completion has the same length, so all variants sample the same rollouts and a step is a step. Variants: `plain` (TRL's
+The learning rate is 0 and every completion has the same length, so a step of one variant does
+the work of a step of another. Variants: `plain` (TRL's
 GRPOTrainer), `off` (ours, both weights 0), `full` (all channels), `hint` (channel 2 beside GRPO), `sdpo` (TRL's SDPOTrainer, full logits, channel 2 alone),
 and `rates`: what this machine does with the model's bare passes.
 """
@@ -15,13 +16,13 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from composer_nb import loss as loss_room
 from composer_nb.batch import DPOPair
 from composer_nb.encode import shared_prefixes
-from composer_nb.models import load_model
+from composer_nb.models import load_model, prepare_smollm2
 from composer_nb.trainer import ComposerReplicationTrainer
 
 warnings.filterwarnings("ignore")
@@ -64,9 +65,20 @@ def reward(completions: list, **columns: object) -> list[float]:
     return [(len(c[-1]["content"]) % 7) / 7 for c in completions]
 
 
+def load(spec: dict):
+    """The model and its tokenizer; `tiny` is a random two-layer one over the bundled vocabulary, for smoke tests."""
+    if spec["model"] != "tiny":
+        return load_model(spec["model"], device=spec["device"])
+    torch.manual_seed(spec["seed"])
+    tokenizer = AutoTokenizer.from_pretrained(prepare_smollm2())
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2, pad_token_id=2)  # fmt: skip
+    return LlamaForCausalLM(config).to(spec["device"]), tokenizer
+
+
 def build(spec: dict, folder: str):
     """The trainer of this variant."""
-    model, tokenizer = load_model(spec["model"], device=spec["device"])
+    model, tokenizer = load(spec)
     chats = prompts(spec["prompts"] * spec["steps"])
     shared = dict(
         output_dir=folder, per_device_train_batch_size=spec["prompts"] * spec["samples"], num_generations=spec["samples"], max_steps=spec["steps"],
@@ -133,7 +145,7 @@ def sizes(model: torch.nn.Module) -> dict:
 
 def rates(spec: dict) -> dict:
     """FLOP/s of the model's bare body, forward alone and forward with backward, and of the head's products; attention not counted."""
-    model, _ = load_model(spec["model"], device=spec["device"])
+    model, _ = load(spec)
     size = sizes(model)
     rows = spec["prompts"] * spec["samples"]
     ids = torch.randint(5, 1000, (rows, 200), generator=torch.Generator().manual_seed(0)).to(spec["device"])

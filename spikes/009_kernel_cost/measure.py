@@ -1,7 +1,8 @@
-"""One measurement in one process: `python measure.py '{"case": "ours", "N": 2048, "V": 32000, "d": 576, ...}'` prints a line of JSON.
+"""One measurement in one process: `python measure.py '{"case": "trl", "N": 2048, "V": 32000, "d": 576, ...}'` prints a line of JSON.
 
-Time is the best of `repeats` after one unmeasured call. Memory is the peak of the resident set (CPU) or of the allocator (GPU) above what was held
-before the first call, so page faults and scratch count; `returned_mib` is the part of it that are the gradients themselves.
+Memory is the peak of the resident set (CPU) or of the allocator (GPU) above what was held before the case's first full call, so page faults and scratch
+count; `returned_mib` is the part of it that are the gradients themselves. Time: the case and the streamed loss take turns, `repeats` times each, so that a
+machine that speeds up or slows down does so for both; `ratios` are streamed loss over case, turn by turn.
 """
 
 import json
@@ -97,15 +98,18 @@ def cost(spec: dict) -> dict:
     CASES[spec["case"]](x, spec["beta"])
     peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")
     returned = sum(g.numel() * g.element_size() for g in (x["student"].grad, x["weight"].grad) if g is not None)
-    seconds = []
-    for _ in range(spec["repeats"]):
+    turns = {spec["case"]: [], "ours": []}
+    for turn in range(spec["repeats"] * len(turns)):
+        name = list(turns)[turn % len(turns)]
         x["student"].grad = x["weight"].grad = None
+        x.pop("gradients", None)
         start = time.perf_counter()
-        CASES[spec["case"]](x, spec["beta"])
+        CASES[name](x, spec["beta"])
         if cuda:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds), "all": seconds, "peak_mib": (peak - before) / MIB, "returned_mib": returned / MIB}
+        turns[name].append(time.perf_counter() - start)
+    ratios = [mine / theirs for mine, theirs in zip(turns["ours"], turns[spec["case"]], strict=True)]
+    return {"seconds": min(turns[spec["case"]]), "ratios": ratios, "peak_mib": (peak - before) / MIB, "returned_mib": returned / MIB}
 
 
 def error(spec: dict) -> dict:
