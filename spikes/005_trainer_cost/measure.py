@@ -1,15 +1,16 @@
-"""One trainer in one process: `python measure.py '{"variant": "full", "steps": 4, ...}'` prints a line of JSON.
+"""Trainers side by side, or one alone: `python measure.py '{"task": "turns", "steps": 7, ...}'` prints a line of JSON.
 
-The learning rate is 0 and every completion has the same length, so a step of one variant does
-the work of a step of another. Variants: `plain` (TRL's
-GRPOTrainer), `off` (ours, both weights 0), `full` (all channels), `hint` (channel 2 beside GRPO), `sdpo` (TRL's SDPOTrainer, full logits, channel 2 alone),
-and `rates`: what this machine does with the model's bare passes.
+The learning rate is 0 and every completion has the same length, so a step of one variant does the work of a step of another. Variants: `plain` (TRL's
+GRPOTrainer), `off` (ours, both weights 0), `full` (all channels), `hint` (channel 2 beside GRPO), `sdpo` (TRL's SDPOTrainer, full logits, channel 2 alone).
+Task `turns`: all variants in this process, one optimizer step each in turn, so that a machine that speeds up or slows down does so for all. Task `peak`: one
+variant alone, for its memory. Task `rates`: what this machine does with the model's bare passes.
 """
 
 import json
 import logging
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -37,19 +38,46 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-class Clock(TrainerCallback):
-    """Seconds of each optimizer step, rollouts included."""
+class Turns:
+    """Lets threads take one step each, in a fixed order."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.at, self.change = list(names), 0, threading.Condition()
+
+    def take(self, name: str) -> None:
+        """Wait until it is this one's turn."""
+        with self.change:
+            self.change.wait_for(lambda: self.names[self.at] == name)
+
+    def done(self, name: str, leave: bool = False) -> None:
+        """Hand over to the next; `leave` for good."""
+        with self.change:
+            place = self.names.index(name)
+            if leave:
+                self.names.pop(place)
+                self.at = place % len(self.names) if self.names else 0
+            else:
+                self.at = (place + 1) % len(self.names)
+            self.change.notify_all()
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step, rollouts included; with `turns`, between waits for one's turn."""
+
+    def __init__(self, name: str, turns: Turns | None = None) -> None:
+        self.name, self.turns, self.seconds = name, turns, []
 
     def on_step_begin(self, *_, **__) -> None:
+        if self.turns:
+            self.turns.take(self.name)
         self.start = time.perf_counter()
 
     def on_step_end(self, *_, **__) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.start)
+        if self.turns:
+            self.turns.done(self.name)
 
 
 def prompts(count: int) -> list[list[dict]]:
@@ -83,7 +111,7 @@ def build(spec: dict, folder: str):
     shared = dict(
         output_dir=folder, per_device_train_batch_size=spec["prompts"] * spec["samples"], num_generations=spec["samples"], max_steps=spec["steps"],
         max_completion_length=spec["tokens"], learning_rate=0.0, logging_steps=1, bf16=False, use_cpu=spec["device"] == "cpu", report_to="none",
-        disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, seed=spec["seed"], shuffle_dataset=False,
+        disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, seed=spec["seed"], shuffle_dataset=False, optim="sgd",
         generation_kwargs={"min_new_tokens": spec["tokens"]},
     )  # fmt: skip
     dataset = Dataset.from_list([{"prompt": p, "privileged_context": HINT} for p in chats])
@@ -106,24 +134,69 @@ def build(spec: dict, folder: str):
     return trainer, model
 
 
-def train(spec: dict) -> dict:
-    """Step times after the first step, peak memory above the loaded model, and what the extra channels had to compute."""
-    seen = {"teacher_tokens": 0, "teacher_rows": 0, "pair_tokens": 0, "pair_rows": 0}
+def counter(seen: dict):
+    """`encode_shared` that also counts what it was asked to compute: tokens with shared prompts once, and rows of logits."""
     real = loss_room.encode_shared
 
     def counting(model, ids, mask, needed_from=None):
         kind = "pair" if torch.is_grad_enabled() else "teacher"
-        rows = [row[real_tokens.bool()].tolist() for row, real_tokens in zip(ids, mask, strict=True)]
+        rows = [row[held.bool()].tolist() for row, held in zip(ids, mask, strict=True)]
+        columns = torch.arange(mask.shape[1], device=mask.device)
         seen[f"{kind}_tokens"] += shared_prefixes(rows).computed_tokens
-        seen[f"{kind}_rows"] += int((mask.sum(1) - (needed_from - (1 - mask).cumsum(1).gather(1, needed_from.clamp(max=mask.shape[1] - 1).unsqueeze(1)).squeeze(1))).sum())
+        seen[f"{kind}_rows"] += int((mask.bool() & (columns >= needed_from.unsqueeze(1))).sum())
         return real(model, ids, mask, needed_from)
 
+    return counting
+
+
+def turns(spec: dict) -> dict:
+    """Step times of all variants, taken in turn; the first of each is not counted. And what the extra channels had to compute."""
+    seen = {"teacher_tokens": 0, "teacher_rows": 0, "pair_tokens": 0, "pair_rows": 0}
+    order = Turns(spec["variants"])
+    clocks = {name: Clock(name, order) for name in spec["variants"]}
+    failed: list[BaseException] = []
+
+    def run(name: str, trainer) -> None:
+        try:
+            trainer.train()
+        except BaseException as error:  # handed to the main thread, which raises it
+            failed.append(error)
+        finally:
+            order.done(name, leave=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        trainer, model = build(spec, folder)
-        clock = Clock()
+        trainers = {name: build(spec | {"variant": name}, f"{folder}/{name}") for name in spec["variants"]}
+        for name, (trainer, _) in trainers.items():
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(clocks[name])
+        counting, real = counter(seen), loss_room.encode_shared
+        full = trainers["full"][0]
+        compute = full._compute_loss
+
+        def counted(model, inputs):
+            loss_room.encode_shared = counting
+            try:
+                return compute(model, inputs)
+            finally:
+                loss_room.encode_shared = real
+
+        full._compute_loss = counted
+        threads = [threading.Thread(target=run, args=(name, trainer)) for name, (trainer, _) in trainers.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+    seconds = {name: clock.seconds[1:] for name, clock in clocks.items()}
+    return {"seconds": seconds, **{k: v / spec["steps"] for k, v in seen.items()}}
+
+
+def peak(spec: dict) -> dict:
+    """Peak memory of one variant over its steps, above the loaded model."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, _ = build(spec, folder)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(clock)
-        loss_room.encode_shared = counting
         if spec["device"] == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -131,9 +204,8 @@ def train(spec: dict) -> dict:
             Path("/proc/self/clear_refs").write_text("5")
             before = resident("VmRSS")
         trainer.train()
-        loss_room.encode_shared = real
-        peak = torch.cuda.max_memory_allocated() if spec["device"] == "cuda" else resident("VmHWM")
-    return {"seconds": clock.seconds[1:], "peak_mib": (peak - before) / MIB, **{k: v / spec["steps"] for k, v in seen.items()}, **sizes(model)}
+        top = torch.cuda.max_memory_allocated() if spec["device"] == "cuda" else resident("VmHWM")
+    return {"peak_mib": (top - before) / MIB}
 
 
 def sizes(model: torch.nn.Module) -> dict:
@@ -175,7 +247,9 @@ def rates(spec: dict) -> dict:
     return {"forward": work / best(forward), "both": 3 * work / best(both), "head": 4 * hidden.numel() * len(weight) / products, **size}
 
 
+TASKS = {"turns": turns, "peak": peak, "rates": rates}
+
 if __name__ == "__main__":
     request = json.loads(sys.argv[1])
     torch.manual_seed(request["seed"])
-    print(json.dumps(rates(request) if request["variant"] == "rates" else train(request)))
+    print(json.dumps(TASKS[request["task"]](request)))
