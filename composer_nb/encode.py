@@ -118,10 +118,10 @@ _GROWING = (DynamicLayer, DynamicSlidingWindowLayer)  # caches whose rows can be
 
 
 def _select_rows(cache: Cache, rows: Int[Tensor, "R"]) -> Cache:
-    "The cache with one entry per row; NotImplementedError for a kind of cache whose rows we cannot vouch for."
+    "The cache with one entry per row; ValueError for a kind of cache whose rows we cannot vouch for."
     strange = {type(layer).__name__ for layer in cache.layers if type(layer) not in _GROWING}
     if strange or not cache.layers:
-        raise NotImplementedError(f"cannot repeat the rows of a cache of {', '.join(sorted(strange)) or 'no layers'}")
+        raise ValueError(f"cannot repeat the rows of a cache of {', '.join(sorted(strange)) or 'no layers'}")
     cache.batch_select_indices(rows)
     return cache
 

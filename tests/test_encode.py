@@ -390,10 +390,10 @@ def test_caches_of_another_kind_are_not_repeated():
         pass
 
     cache = DynamicCache()
-    with pytest.raises(NotImplementedError, match="no layers"):
+    with pytest.raises(ValueError, match="no layers"):
         encode._select_rows(cache, torch.tensor([0]))
     cache.layers = [DynamicLayer(), Running()]
-    with pytest.raises(NotImplementedError, match="Running"):
+    with pytest.raises(ValueError, match="Running"):
         encode._select_rows(cache, torch.tensor([0]))
 
 

@@ -256,23 +256,6 @@ def test_rows_are_the_models_own_logits(family):
     assert head_shortcut(model)
 
 
-def test_a_head_that_the_shortcut_does_not_know_falls_back():
-    model = tiny.model(vocab_size=64)
-    plain = type(model).forward
-
-    def bent(self, *args, **kwargs):
-        output = plain(self, *args, **kwargs)
-        output.logits = output.logits.roll(1, -1) * 3
-        return output
-
-    model.forward = bent.__get__(model)
-    ids = torch.randint(3, 60, (1, 5))
-    encoded = encode_sequences(model, ids, torch.ones_like(ids))
-    assert not encoded.shortcut
-    expected = model(input_ids=ids).logits[0, 2:3]
-    assert torch.allclose(encoded.logits(torch.tensor([0]), torch.tensor([3])), expected, atol=1e-5)
-
-
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         LossConfig().alpha_sdpo = 1.0
