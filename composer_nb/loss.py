@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -284,6 +286,17 @@ def head_of(model: nn.Module) -> Head | None:
                 getattr(config, "final_logit_softcapping", None))
 
 
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _tell(model: nn.Module) -> None:
+    "Say once per model that its head cannot be streamed."
+    if model not in _TOLD:
+        _TOLD.add(model)
+        warnings.warn(f"the head of this {type(model).__name__} cannot be streamed (adapters on it, quantised, or logits that are not head on body): "
+                      "channel 2 takes full logits, which costs memory", stacklevel=3)
+
+
 def distil(
     student: Encoded,
     teacher: Any,
@@ -305,6 +318,8 @@ def distil(
     rows, place = torch.unique(batch, return_inverse=True)
     needed = torch.full_like(rows, hinted_ids.shape[1]).scatter_reduce(0, place, teacher_at, "amin")
     head = head_of(student.model) if config.sdpo_fused and student.shortcut else None
+    if head is None and config.sdpo_fused:
+        _tell(student.model)
     views = []
     with torch.no_grad():
         for portion, use in teacher.views() if hasattr(teacher, "views") else [(1.0, contextlib.nullcontext(teacher))]:
