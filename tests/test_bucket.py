@@ -100,6 +100,18 @@ def test_list_is_sorted_and_takes_any_beginning(bucket):
     assert bucket.list("r/1/b") == ["r/1/b"] and bucket.list("nothing/here/") == [] and bucket.list("r/9/") == []
 
 
+def test_a_corner_sees_its_own_keys_only(bucket):
+    bucket.put("outside", b"x")
+    corner = bucket.under("run-1").under("a")
+    assert corner.put_if_absent("k", b"abc") and not corner.put_if_absent("k", b"")
+    assert corner.list() == ["k"] and bucket.get("run-1/a/k") == b"abc" and corner.size("k") == 3
+    assert (corner.bytes_up, corner.requests > 0, repr(corner).endswith("/run-1/a')")) == (3, True, True)
+    corner.delete("k")
+    assert bucket.list() == ["outside"]
+    with pytest.raises(BucketError, match="no key"):
+        bucket.under("../elsewhere")
+
+
 def test_a_missing_key(bucket):
     bucket.put("folder/key", b"x")
     for key in ("nothing", "folder", "folder/other", "folder/key/below"):

@@ -114,7 +114,7 @@ def test_blocking_equals_the_formula_to_the_bit(tmp_path, n_fragments):
 
     def run(rank):
         params = fresh()
-        rendezvous = seat(tmp_path, rank, params, lease_s=60.0, expected=2, n_fragments=n_fragments)  # nobody is taken for dead
+        rendezvous = seat(tmp_path, rank, params, lease_s=10.0, expected=2, n_fragments=n_fragments)  # nobody is taken for dead
         replica = Replica(params, rendezvous, LoopConfig(sync_every=every, blocking=True))
         replica.enter()
         for step in range(steps):

@@ -337,17 +337,58 @@ def test_a_payload_damaged_before_the_commit_is_left_out(world, kind):
 
 
 def test_a_round_of_nothing_but_damage_is_closed_empty(world):
+    """The closer is the heir of one who offered: it holds nothing itself."""
     seats = [world.enter(rank) for rank in range(2)]
     for rv in seats:
         offer(rv, 1)
     for rank in range(2):
         spoil(seats[0], offered_by(seats[0], 1, rank))
+    world.awake.remove(seats[0])
+    seats[0] = world.enter(0, replace=True)
     record = seats[0].poll(1)
     assert record.ranks == () and set(record.refused) == {0, 1}
     for rv in seats:
         assert torch.equal(rv.apply(record).params["layers.1.w"], START["layers.1.w"])
     world.round(*seats)
     assert same(seats[0].state, seats[1].state) and seats[0].state.outer[0].step == 1
+
+
+def test_what_a_replica_sent_it_does_not_fetch(world):
+    """Damage that only others can meet: the closer's own payload. They get the round from its snapshot."""
+    seats = [world.enter(rank) for rank in range(2)]
+    for rv in seats:
+        offer(rv, 1)
+    down = seats[0].bucket.bytes_down
+    payload = offered_by(seats[1], 1, 1).ref.size
+    record = seats[0].poll(1)
+    seats[0].apply(record)
+    assert payload <= seats[0].bucket.bytes_down - down < 2 * payload + 4000
+    spoil(seats[0], offered_by(seats[0], 1, 0))
+    poll = seats[0].poll
+    world.awake = [type("Both", (), {"tick": lambda self: (seats[0].tick(), poll(2), seats[1].tick())})()]
+    assert same(seats[1].apply(record), seats[0].state) and record.ranks == (0, 1)
+
+
+@pytest.mark.parametrize("late_change", [True, False])
+def test_what_was_offered_may_be_written_over_afterwards(world, late_change):
+    seats = [world.enter(rank) for rank in range(2)]
+    mine = delta(1, 0)
+    seats[0].offer(1, mine, tokens=100, steps=10)
+    offer(seats[1], 1)
+    if late_change:
+        for value in mine.values():
+            value.fill_(7.0)
+    record = seats[0].poll(1)
+    for rv in seats:
+        rv.apply(record)
+    assert same(seats[0].state, seats[1].state)
+
+
+def test_compressed_in_another_order_than_the_others_read(world):
+    rv = world.enter(0, config=RunConfig(compression="int8"))
+    backwards = dict(reversed(delta(1, 0).items()))
+    with pytest.raises(ValueError, match="order"):
+        rv.offer(1, compress(backwards, "int8")[0], tokens=1, steps=1)
 
 
 @pytest.mark.parametrize("forged", [

@@ -470,6 +470,34 @@ def _explain(error: Exception, key: str | None, *, writes: bool, where: str, sec
     return BucketError(said, key, "see the message of the store")
 
 # %% ../../nbs/41_bucket.ipynb #c020-c1e38f
+class _Under:
+    "A store's keys below a prefix."
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix + "/"
+
+    def put(self, key: str, data: bytes) -> None:
+        self._store.put(self._prefix + key, data)
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        return self._store.create(self._prefix + key, data, mark)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)
+
+    def size(self, key: str) -> int:
+        return self._store.size(self._prefix + key)
+
+    def find(self, prefix: str) -> list[str]:
+        return [key[len(self._prefix) :] for key in self._store.find(self._prefix + prefix) if key.startswith(self._prefix)]
+
+    def remove(self, key: str) -> None:
+        self._store.remove(self._prefix + key)
+
+    def move(self, key: str, to: str) -> None:
+        self._store.move(self._prefix + key, self._prefix + to)
+
+
 class Bucket:
     """Bytes under keys, shared by replicas. Make one with `open_bucket`. Safe to share between threads.
 
@@ -540,6 +568,10 @@ class Bucket:
                 raise BucketError(f"{self._where}: what was written does not come back", key, "this store is not consistent: use another one")
         finally:
             self.delete(key)
+
+    def under(self, prefix: str) -> Bucket:
+        "The keys below `prefix/` as a bucket of its own, with counters of its own. Raises BucketError where the prefix is no key."
+        return Bucket(_Under(self._store, check_key(prefix)), f"{self._where}/{prefix}", attempts=self._attempts, secrets=self._secrets)
 
     def sweep(self, older_than_s: float = 86400.0) -> int:
         """Remove files that killed writers left half written, if older than `older_than_s` seconds. Returns how many.

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -63,10 +63,14 @@ class Compressed:
         return sum(math.prod(shape) for shape in self.meta["shapes"].values())
 
 # %% ../../nbs/40b_compression.ipynb #c008-0d25b0
+_WORTH_TRYING = 2**20  # bytes, up to which zlib's slow coder may have a try at what zstandard leaves as it is
+
+
 def _squeeze(raw: bytes, codec: str) -> tuple[str, bytes]:
     "The codec used and the bytes; `none` where nothing is gained."
     if codec == "auto":
-        codec = "zstd" if importlib.util.find_spec("zstandard") else "zlib"
+        used, small = _squeeze(raw, "zstd") if importlib.util.find_spec("zstandard") else ("none", raw)
+        return (used, small) if used != "none" or len(raw) > _WORTH_TRYING else _squeeze(raw, "zlib")
     if codec == "zstd":
         small = _zstandard().ZstdCompressor(level=1).compress(raw)
     elif codec == "zlib":
@@ -111,22 +115,42 @@ def _zstandard() -> Any:
     return zstandard
 
 # %% ../../nbs/40b_compression.ipynb #c010-7c6234
-def _quantise(flat: Tensor, levels: int, block: int, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    "Codes (int8, as long as `flat`) and the blocks' scales (bfloat16)."
-    blocks = F.pad(flat, (0, -flat.numel() % block)).view(-1, block)
-    scales = _round_up(blocks.abs().amax(1) / levels)
-    steps = scales.float()[:, None]
-    units = blocks / torch.where(steps > 0, steps, 1.0)
-    whole = units.round() if noise is None else units.floor()
-    if noise is not None:  # comparing the fraction is exact; adding the noise would round
-        whole += torch.rand(units.shape, generator=noise, device=units.device) < units - whole
-    return whole.clamp(-levels, levels).to(torch.int8).flatten()[: flat.numel()], scales
+def _parts(numel: int, block: int) -> Iterator[tuple[slice, slice]]:
+    "Values and their blocks' scales, so many at a time that the next pass over them finds them in the cache."
+    step = max(1, 2**17 // block) * block
+    for at in range(0, numel, step):
+        end = min(at + step, numel)
+        yield slice(at, end), slice(at // block, -(-end // block))
 
 
-def _dequantise(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    "The values, float32."
-    padded = F.pad(codes, (0, -codes.numel() % block)).view(-1, block).float()
-    return (padded * scales.float()[:, None]).flatten()[: codes.numel()]
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    return F.pad(values, (0, -values.numel() % block)).view(-1, block)
+
+
+def _quantise(flat: Tensor, levels: int, block: int, noise: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    "Codes (int8, as long as `flat`), the blocks' scales (bfloat16), and what the receiver will not see (float32)."
+    codes, left = torch.empty_like(flat, dtype=torch.int8), torch.empty_like(flat)
+    scales = flat.new_empty(-(-flat.numel() // block), dtype=torch.bfloat16)
+    for values, of in _parts(flat.numel(), block):
+        blocks = _in_blocks(flat[values], block)
+        scales[of] = _round_up(blocks.abs().amax(1) / levels)
+        steps = scales[of].float()[:, None]
+        units = blocks / torch.where(steps > 0, steps, 1.0)
+        whole = units.round() if noise is None else units.floor()
+        if noise is not None:  # comparing the fraction is exact; adding the noise would round
+            whole += torch.rand(units.shape, generator=noise, device=units.device) < units - whole
+        whole.clamp_(-levels, levels)
+        numel = values.stop - values.start
+        codes[values] = whole.flatten()[:numel]
+        left[values] = blocks.sub_(whole.mul_(steps)).flatten()[:numel]
+    return codes, scales, left
+
+
+def _dequantise(codes: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
+    "The values, float32, into `out`."
+    for values, of in _parts(codes.numel(), block):
+        padded = _in_blocks(codes[values], block).float().mul_(scales[of].float()[:, None])
+        out[values] = padded.flatten()[: values.stop - values.start]
 
 
 def _round_up(values: Tensor) -> Tensor:
@@ -191,11 +215,10 @@ def compress(
     total = _with_error(tensors, error)
     meta = {"format": 1, "kind": kind, "shapes": {name: list(value.shape) for name, value in total.items()}}
     if kind == "topk":
-        payload, more, received = _encode_topk(total, k, codec)
+        payload, more, left = _encode_topk(total, k, codec)
     else:
-        payload, more, received = _encode_blocks(total, kind, block, seed, codec)
-    left = {name: value - part.view_as(value) for (name, value), part in zip(total.items(), received, strict=True)}
-    return Compressed(payload, meta | more), left
+        payload, more, left = _encode_blocks(total, kind, block, seed, codec)
+    return Compressed(payload, meta | more), {name: part.view_as(value) for (name, value), part in zip(total.items(), left, strict=True)}
 
 
 def _with_error(tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -207,7 +230,8 @@ def _with_error(tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | Non
         if not value.dtype.is_floating_point:
             raise ValueError(f"{name!r} is {value.dtype}: only floating-point tensors are compressed")
         total[name] = value.detach().float() + (0.0 if error is None else error[name].to(value.device).float())
-        if not (total[name].abs() < LARGEST).all():
+        low, high = total[name].aminmax() if value.numel() else (0.0, 0.0)  # NaN where one is in it
+        if not (-LARGEST < low and high < LARGEST):
             raise ValueError(f"{name!r} holds NaN, infinity, or more than float32 has room for; drop this contribution")
     return total
 
@@ -224,19 +248,19 @@ _Encoded = tuple[dict[str, Tensor], dict[str, Any], list[Tensor]]
 
 
 def _encode_blocks(total: Mapping[str, Tensor], kind: str, block: int, seed: int | None, codec: str) -> _Encoded:
-    "Payload, what else belongs to the meta data, and what the receiver will see of each tensor."
-    codes, scales, received, noise = [], [], [], {}
+    "Payload, what else belongs to the meta data, and what the receiver will not see of each tensor."
+    codes, scales, left, noise = [], [], [], {}
     for value in total.values():
         if seed is not None and value.device not in noise:
             noise[value.device] = torch.Generator(value.device).manual_seed(seed)
         parts = _quantise(value.reshape(-1), LEVELS[kind], block, noise.get(value.device))
-        received.append(_dequantise(*parts, block))
         codes.append(parts[0].cpu())
         scales.append(parts[1].cpu())
+        left.append(parts[2])
     flat = torch.cat([torch.zeros(0, dtype=torch.int8), *codes])
     used, data = _squeeze(_as_bytes(flat if kind == "int8" else _pack(flat)), codec)
     scale = torch.cat([torch.zeros(0, dtype=torch.bfloat16), *scales])
-    return {"codes": _from_bytes(data, torch.uint8), "scales": scale}, {"block": block, "codec": used}, received
+    return {"codes": _from_bytes(data, torch.uint8), "scales": scale}, {"block": block, "codec": used}, left
 
 
 def _encode_topk(total: Mapping[str, Tensor], k: int | float, codec: str) -> _Encoded:
@@ -247,8 +271,8 @@ def _encode_topk(total: Mapping[str, Tensor], k: int | float, codec: str) -> _En
     gaps = places.diff(prepend=places.new_full((1,), -1)).to(torch.int32).cpu()
     planes = gaps.view(torch.uint8).view(-1, 4).T  # the mostly empty high bytes side by side
     used, data = _squeeze(_as_bytes(planes), codec)
-    received = torch.zeros_like(flat).index_copy(0, places, flat[places]).split([value.numel() for value in total.values()])
-    return {"gaps": _from_bytes(data, torch.uint8), "values": flat[places].cpu()}, {"kept": len(places), "codec": used}, list(received)
+    left = flat.index_fill(0, places, 0.0).split([value.numel() for value in total.values()])
+    return {"gaps": _from_bytes(data, torch.uint8), "values": flat[places].cpu()}, {"kept": len(places), "codec": used}, list(left)
 
 # %% ../../nbs/40b_compression.ipynb #c016-309eaf
 def decompress(compressed: Compressed, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -264,7 +288,7 @@ def decompress(compressed: Compressed, like: Mapping[str, Tensor] | None = None)
         raise ValueError("the payload holds other tensors than expected: do all replicas train the same model, cut in the same fragments?")
     decode = _decode_topk if meta["kind"] == "topk" else _decode_blocks
     flat = decode(payload, meta, shapes)
-    if not torch.isfinite(flat).all():
+    if flat.numel() and not all(edge.isfinite() for edge in flat.aminmax()):
         raise ValueError("damaged payload: a code times its scale is infinite")
     return {name: part.view(shapes[name]) for name, part in zip(shapes, flat.split([math.prod(shape) for shape in shapes.values()]), strict=True)}
 
@@ -303,10 +327,12 @@ def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shape
     length = sum(sizes) if kind == "int8" else (sum(sizes) + 1) // 2
     raw = _unsqueeze(_as_bytes(_part(payload, "codes", torch.uint8)), meta.get("codec"), length)
     codes = _from_bytes(raw, torch.int8) if kind == "int8" else _unpack(_from_bytes(raw, torch.uint8), sum(sizes))
-    if (codes < -LEVELS[kind]).any():
+    if codes.numel() and codes.min() < -LEVELS[kind]:
         raise ValueError(f"damaged payload: a code below {-LEVELS[kind]}")
-    parts = zip(codes.split(sizes), scales.split(blocks), strict=True)
-    return torch.cat([torch.zeros(0), *(_dequantise(part, scale, block) for part, scale in parts)])
+    flat = torch.empty(sum(sizes))
+    for part, scale, out in zip(codes.split(sizes), scales.split(blocks), flat.split(sizes), strict=True):
+        _dequantise(part, scale, block, out)
+    return flat
 
 
 def _decode_topk(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:

@@ -53,7 +53,7 @@ def _check_like(reference: Fragment, other: Fragment, what: str) -> None:
 
 def _check_finite(fragment: Fragment, what: str) -> None:
     for name, tensor in fragment.items():
-        if not torch.isfinite(tensor).all():
+        if not tensor.sum().isfinite() and not torch.isfinite(tensor).all():  # a finite sum has finite terms; a sum of finite ones may overflow
             raise ValueError(f"{what}: {name!r} holds NaN or infinity; drop this contribution")
 
 # %% ../../nbs/40_outer.ipynb #c013-46e1c1
@@ -95,9 +95,9 @@ def weighted_average(
         _check_contribution(rank, contributions[rank], first)
     result = {}
     for name, tensor in first.items():
-        combine = _rda if merge == "rda" and name not in mean_only else _mean
         values = [(share, contributions[rank][name].detach()) for rank, share in shares.items()]
-        result[name] = combine(values).to(torch.promote_types(tensor.dtype, torch.float32))
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        result[name] = _rda(values).to(wide) if merge == "rda" and name not in mean_only else _mean(values, wide)
     return result
 
 
@@ -122,11 +122,20 @@ def _check_contribution(rank: int, fragment: Fragment, reference: Fragment) -> N
     _check_finite(fragment, f"rank {rank}")
 
 
-def _mean(values: Sequence[tuple[float, Tensor]]) -> Tensor:
-    total = torch.zeros_like(values[0][1], dtype=torch.float64)
-    for share, tensor in values:
-        total += tensor.double() * share
-    return total
+def _mean(values: Sequence[tuple[float, Tensor]], dtype: torch.dtype = torch.float64) -> Tensor:
+    "Summed in float64, a cacheful at a time, and handed out in `dtype`."
+    like, rows = values[0][1], [(share, tensor.reshape(-1)) for share, tensor in values]
+    result = torch.empty(like.numel(), dtype=dtype, device=like.device)
+    for at in range(0, like.numel(), _AT_ONCE):
+        part = slice(at, at + _AT_ONCE)
+        total = torch.zeros_like(result[part], dtype=torch.float64)
+        for share, row in rows:
+            total += row[part].double() * share
+        result[part] = total
+    return result.view(like.shape)
+
+
+_AT_ONCE = 2**16
 
 
 def _rda(values: Sequence[tuple[float, Tensor]]) -> Tensor:

@@ -31,7 +31,7 @@ from composer_nb.diloco.bucket import (
     KeyNotFound,
     PayloadRef,
     Spec,
-    check_key,
+
     open_bucket,
     read_payload,
     spec_of,
@@ -308,37 +308,8 @@ def turn_delay(rank: int, offered: Collection[int], alive: Collection[int], leas
     return lease_s + position * lease_s / 16 if position else 0.0
 
 # %% ../../nbs/41b_rendezvous.ipynb #c024-e7aac5
-class _Under:
-    "A store's keys below a prefix."
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix + "/"
-
-    def put(self, key: str, data: bytes) -> None:
-        self._store.put(self._prefix + key, data)
-
-    def create(self, key: str, data: bytes, mark: str) -> bool:
-        return self._store.create(self._prefix + key, data, mark)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._prefix + key)
-
-    def size(self, key: str) -> int:
-        return self._store.size(self._prefix + key)
-
-    def find(self, prefix: str) -> list[str]:
-        return [key[len(self._prefix) :] for key in self._store.find(self._prefix + prefix) if key.startswith(self._prefix)]
-
-    def remove(self, key: str) -> None:
-        self._store.remove(self._prefix + key)
-
-    def move(self, key: str, to: str) -> None:
-        self._store.move(self._prefix + key, self._prefix + to)
-
-
-def _corner(bucket: Bucket | str | os.PathLike[str], run_id: str) -> Bucket:
-    bucket = bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
-    return Bucket(_Under(bucket._store, check_key(run_id)), f"{bucket._where}/{run_id}", attempts=bucket._attempts, secrets=bucket._secrets)
+def _opened(bucket: Bucket | str | os.PathLike[str]) -> Bucket:
+    return bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
 
 
 def _round_key(round: int) -> str:
@@ -415,8 +386,9 @@ class _Run:
             raise DamagedPayload(f"not compressed with {self.config.compression}", part.ref.sha256, "compression")
         if part.meta is None:
             return self._read(part.ref, {name: (value.shape, self.spec[name][1]) for name, value in like.items()})
+        shapes = {name: list(value.shape) for name, value in like.items()}  # as run.json has them for everybody
         try:
-            return decompress(Compressed(self._read(part.ref), part.meta), like)
+            return decompress(Compressed(self._read(part.ref), {**part.meta, "shapes": shapes}), like)
         except DamagedPayload:
             raise
         except ValueError as error:
@@ -679,7 +651,7 @@ class Rendezvous:
     `spec` is `spec_of` the global parameters (float32 or float64). A round closes when all live members have offered (the first one:
     when `expected` have joined, too), or `grace_s` (default: a lease) after `quorum` have. The replica that closed writes a snapshot every
     `snapshot_every` rounds and sweeps. A store that is away is asked again for `timeout_s`. `state` is what all replicas hold in common,
-    on the CPU (parameters and outer buffers; while a round is applied, also every contribution); `step` is shown to the others.
+    on the CPU (parameters and outer buffers; from offer to apply its own contribution, while a round is applied every one); `step` is shown to the others.
     `clock`, `sleep` and `background=False` are for simulations, which call `tick` themselves.
     """
 
@@ -695,7 +667,7 @@ class Rendezvous:
             raise ValueError(f"lease_s {lease_s} and orphan_s {orphan_s} must be positive, timeout_s {timeout_s} and grace_s {grace_s} not negative")
         if wrong := sorted(name for name, (_, dtype) in spec.items() if str(dtype).removeprefix("torch.") not in ("float32", "float64")):
             raise ValueError(f"spec: {wrong[:3]} are not float32 or float64; keep the global copy in float32 and round where the model loads it")
-        self.bucket, self.rank, self.config, self.lease_s = _corner(bucket, run_id), rank, config or RunConfig(), lease_s
+        self.bucket, self.rank, self.config, self.lease_s = _opened(bucket).under(run_id), rank, config or RunConfig(), lease_s
         self.grace_s, self.quorum, self.expected = lease_s if grace_s is None else grace_s, quorum, expected
         self.snapshot_every, self.orphan_s, self.code, self.background = snapshot_every, orphan_s, code, background
         self.step, self.phase, self.events = 0, "joining", deque(maxlen=10_000)
@@ -758,8 +730,12 @@ class Rendezvous:
             self._check()
             if self.state.params is None:
                 raise RendezvousError("the run has not begun: call start(params) before offering")
-            return self._patience.until(lambda: self._offer(round, payload, Contribution(
-                self.rank, self._heart.generation, base, int(tokens), int(steps), PayloadRef("0" * 64, 0, {}), meta)))
+            part = Contribution(self.rank, self._heart.generation, base, int(tokens), int(steps), PayloadRef("0" * 64, 0, {}), meta)
+            ref = self._patience.until(lambda: self._offer(round, payload, part))
+            if ref is not None:  # what we sent we need not fetch
+                own = decompress(tensors) if isinstance(tensors, Compressed) else {name: value.detach().clone() for name, value in payload.items()}
+                self._held[ref.sha256] = own
+            return ref is not None
 
     def poll(self, round: int) -> Record | None:
         """The record of a round, or None while it is open. Closes it where that is this replica's turn; never waits for others.
@@ -834,6 +810,10 @@ class Rendezvous:
         "Beat and look once, as the background thread does."
         self._heart.tick()
 
+    def check(self) -> None:
+        "Raises what the background thread met (DuplicateRank at once, BucketError after `timeout_s`), and nothing else. Fine after `leave`."
+        self._heart.check()
+
     def leave(self) -> None:
         "Say goodbye: nobody waits for this replica any more. Safe to call twice, and when the store is gone."
         self._heart.stop()
@@ -889,17 +869,20 @@ class Rendezvous:
             differing = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
             raise ValueError(f"round {round} is for fragment {self._run.fragment(round)}; names or shapes differ in {differing[:3]}")
         if compressed:
-            return tensors.payload, tensors.meta
+            if tuple(shapes) != names:
+                raise ValueError(f"tensors were compressed in another order than `fragments[{self._run.fragment(round)}]`, which all replicas read them in")
+            return tensors.payload, {name: value for name, value in tensors.meta.items() if name != "shapes"}
         return {name: value.to(getattr(torch, self._run.spec[name][1])) for name, value in tensors.items()}, None
 
-    def _offer(self, round: int, payload: Mapping[str, Tensor], part: Contribution) -> bool:
+    def _offer(self, round: int, payload: Mapping[str, Tensor], part: Contribution) -> PayloadRef | None:
+        "The payload's reference, or None where it came too late."
         if _record_key(round) in self.bucket.list(_round_key(round)):
-            return False
+            return None
         part = replace(part, ref=write_payload(self.bucket, payload, {"round": str(round), "author": self._author}))
         data = json.dumps(part.to_dict()).encode()
         there = self.bucket.put_if_absent(_offer_key(round, self.rank), data) or self.bucket.get(_offer_key(round, self.rank)) == data
         self._note("offer", offered=round, taken=there)
-        return there
+        return part.ref if there else None
 
     def _poll(self, round: int) -> Record | None:
         self._help()

@@ -3,12 +3,17 @@
 Task `train`: a small Llama-shaped model on bytes of the Python standard library, as one worker (`single`), synchronous data parallel (`ddp`), DiLoCo over
 a bucket (`bucket`) or torchft's own DiLoCo over an ObjectStoreManager (`torchft`); for each of `seeds`, with the same tokens in all. With `pace_s` a step
 lasts at least that long; what it really took is in the line, `b`. Times are seconds since the epoch, so that they compare across processes.
-Task `sync`: one outer sync of random walks of `numel` parameters, timed, beside the bytes it moves at the store's own speed.
+With `die_at` the process kills itself at that point of a round: after its payload was stored (`payload`), or before it writes the record (`record`).
+Task `warm`: train one worker for `steps` and store the weights of each seed; the other variants begin there where `warm` names the folder.
+Task `sync`: one outer sync of random walks of `numel` parameters, timed, beside the bytes it moves at the store's own speed; `mbit` puts a link of so
+many megabits a second, each way, between replica and store.
 """
 
+import hashlib
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import sysconfig
@@ -17,6 +22,7 @@ import zlib
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 SEQUENCE, VOCABULARY = 64, 256
@@ -66,23 +72,62 @@ class Log:
         os.write(self.file, (json.dumps({"k": kind, "t": time.time(), **facts}) + "\n").encode())
 
 
-def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """20 steps of warm-up, then a line down to a tenth."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, max(0.1, 1 - 0.9 * i / steps)))
+def schedule(optimizer: torch.optim.Optimizer, steps: int, end: float = 0.1) -> torch.optim.lr_scheduler.LRScheduler:
+    """20 steps of warm-up, then a line down to `end`."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, max(end, 1 - (1 - end) * i / steps)))
+
+
+class Store:
+    """What lies between a bucket and its store: a link of a given speed, or a point at which the process dies."""
+
+    def __init__(self, store, mbit: float = 0.0, die_at: str = "") -> None:
+        self.store, self.mbit, self.die_at = store, mbit, die_at
+
+    def __getattr__(self, name: str):
+        return getattr(self.store, name)
+
+    def carry(self, data: bytes) -> bytes:
+        if self.mbit:
+            time.sleep(8e-6 * len(data) / self.mbit)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self.store.put(key, self.carry(data))
+        if self.die_at == "payload" and "payload/" in key and "rounds" not in key:
+            self.die()
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        if self.die_at == "record" and key.endswith("record.json"):
+            self.die()
+        return self.store.create(key, self.carry(data), mark)
+
+    def get(self, key: str) -> bytes:
+        return self.carry(self.store.get(key))
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reach(spec: dict):
+    """The bucket of a process."""
+    from composer_nb.diloco.bucket import open_bucket
+
+    bucket = open_bucket(spec["uri"], **spec.get("storage", {}))
+    bucket._store = Store(bucket._store, spec.get("mbit", 0.0), spec.get("die_at", ""))
+    return bucket
 
 
 def seat(spec: dict, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int):
     """The replica's place in the run, entered; None where there is no outer loop."""
     if spec["variant"] == "bucket":
-        from composer_nb.diloco.bucket import open_bucket
         from composer_nb.diloco.loop import LoopConfig, Replica, global_spec, trained
         from composer_nb.diloco.outer import OuterConfig
         from composer_nb.diloco.rendezvous import Rendezvous, RunConfig
 
         params, compression = trained(model), spec.get("compression")
         terms = RunConfig(outer=OuterConfig(**spec.get("outer", {})), compression=compression, late="carry")
-        place = Rendezvous(open_bucket(spec["uri"], **spec.get("storage", {})), spec["rank"], run_id=f"seed{seed}", spec=global_spec(params),
-                           config=terms, lease_s=spec["lease_s"], expected=spec["world"], **spec.get("options", {}))
+        place = Rendezvous(reach(spec), spec["rank"], run_id=f"seed{seed}", spec=global_spec(params), config=terms,
+                           lease_s=spec["lease_s"], expected=spec["world"], **spec.get("options", {}))
         loop = LoopConfig(sync_every=spec["sync_every"], blocking=spec["blocking"], poll_s=spec.get("poll_s", 0.02), wait_s=120)
         replica = Replica(params, place, loop)
         replica.enter(replace_rank=spec.get("replace_rank", False))
@@ -113,6 +158,8 @@ def train(spec: dict) -> None:
 
 def one_seed(spec: dict, seed: int, data: torch.Tensor, held: torch.Tensor, log: Log) -> None:
     model, steps, batch = small_model(seed), spec["steps"], spec["batch"]
+    if spec.get("warm"):
+        load_model(model, Path(spec["warm"]) / f"{seed}.safetensors")
     inner = nn.parallel.DistributedDataParallel(model) if spec["variant"] == "ddp" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=(0.9, 0.99), weight_decay=0.01)
     rates = schedule(optimizer, steps)
@@ -149,6 +196,25 @@ def one_seed(spec: dict, seed: int, data: torch.Tensor, held: torch.Tensor, log:
     log("loss", seed=seed, loss=held_out_loss(model, held), seconds=seconds, rounds=rounds, bytes_up=moved, tokens=steps * batch * SEQUENCE)
 
 
+def warm(spec: dict) -> None:
+    """One worker, constant learning rate after a warm-up; weights of each seed into the folder `out`, held-out losses to the log."""
+    log, (data, held) = Log(spec["log"]), corpus()
+    for seed in spec["seeds"]:
+        model, draw = small_model(seed), torch.Generator().manual_seed(5000 + seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=(0.9, 0.99), weight_decay=0.01)
+        rates = schedule(optimizer, spec["steps"], end=1.0)
+        for _ in range(spec["steps"]):
+            ids = windows(data, torch.randint(len(data) - SEQUENCE, (spec["batch"],), generator=draw))
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            rates.step()
+        Path(spec["out"]).mkdir(exist_ok=True)
+        save_model(model, str(Path(spec["out"]) / f"{seed}.safetensors"))
+        log("loss", seed=seed, loss=held_out_loss(model, held), tokens=spec["steps"] * spec["batch"] * SEQUENCE)
+    log("end")
+
+
 def fingerprint(replica) -> int:
     """Of the outer momentum, to compare across replicas."""
     tensors = replica.state.outer[0].to_tensors()
@@ -157,13 +223,13 @@ def fingerprint(replica) -> int:
 
 def sync(spec: dict) -> dict:
     """Seconds of one outer sync of rank 0 beside an idle rank 1, and of moving its bytes, medians of `repeats`; bytes per replica."""
-    from composer_nb.diloco.bucket import open_bucket, spec_of
+    from composer_nb.diloco.bucket import spec_of
     from composer_nb.diloco.compression import compress
     from composer_nb.diloco.rendezvous import Rendezvous, RunConfig
 
-    bucket, kind = open_bucket(spec["uri"], **spec.get("storage", {})), spec["compression"]
+    bucket, kind = reach(spec), spec["compression"]
     params, walk = walks(spec)
-    name = f"sync-{kind}-{spec['codec']}-{spec['numel']}"
+    name = f"sync-{kind}-{spec['codec']}-{spec['numel']}-{spec.get('mbit', 0)}"
     seats = [Rendezvous(bucket, rank, run_id=name, spec=spec_of(params), config=RunConfig(compression=kind), lease_s=600, background=False,
                         expected=2, snapshot_every=1000) for rank in (0, 1)]
     for place in seats:
@@ -186,7 +252,8 @@ def sync(spec: dict) -> dict:
         own_up, own_down = seats[0].bucket.bytes_up - up[0], seats[0].bucket.bytes_down - down
         seats[1].apply(seats[1].poll(round))
         both = sum(place.bucket.bytes_up for place in seats) - sum(up)
-        rows.append({"sync_s": seconds, "compress_s": parts[1], "move_s": move(bucket, own_up, own_down), "bytes_up": both / 2,
+        move_s, hash_s = move(bucket, own_up, own_down)
+        rows.append({"sync_s": seconds, "compress_s": parts[1], "move_s": move_s, "hash_s": hash_s, "bytes_up": both / 2,
                      "moved": own_up + own_down, "ranks": len(record.ranks)})
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {"numel": sum(p.numel() for p in params.values())}
 
@@ -210,17 +277,20 @@ def walks(spec: dict) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Ten
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
         found.append({name: begin[name] - value.detach() for name, value in model.named_parameters()})
-    return begin, found
+    return dict(sorted(begin.items())), [dict(sorted(walk.items())) for walk in found]
 
 
-def move(bucket, up: int, down: int) -> float:
-    """Seconds to put and get so many bytes, one object each way."""
+def move(bucket, up: int, down: int) -> tuple[float, float]:
+    """Seconds to put and get so many bytes, one object each way; seconds to hash as many."""
     sent, waiting = os.urandom(up), os.urandom(down)
     bucket.put("probe/down", waiting)
     start = time.perf_counter()
     bucket.put("probe/up", sent)
     bucket.get("probe/down")
-    return time.perf_counter() - start
+    moved = time.perf_counter() - start
+    for data in (sent, waiting):
+        hashlib.sha256(data)
+    return moved, time.perf_counter() - start - moved
 
 
 if __name__ == "__main__":
@@ -228,5 +298,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if request["task"] == "train":
         train(request)
+    elif request["task"] == "warm":
+        warm(request)
     else:
         print(json.dumps(sync(request)))
