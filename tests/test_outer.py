@@ -697,3 +697,51 @@ def test_a_file_holds_tensors_and_json_only() -> None:
     assert set(header) == {"codes", "scales", "__metadata__"} and json.loads(header["__metadata__"]["composer_nb"]) == sent.meta
     again = Compressed.from_bytes(sent.to_bytes())
     assert again.to_bytes() == sent.to_bytes() and again.meta == sent.meta
+
+
+@pytest.mark.parametrize(("numel", "codec"), [(20_000, "zlib"), (2**20, "zlib"), (2**20 + 1, "none")])
+def test_what_zstandard_leaves_alone_zlib_may_try_up_to_a_mebibyte(numel, codec) -> None:
+    """Codes a little short of evenly spread."""
+    draw = torch.Generator().manual_seed(0)
+    values = {"w": (torch.rand(numel, generator=draw) * 2 - 1) * (0.55 + 0.45 * torch.rand(numel, generator=draw))}
+    assert compress(values, codec="zstd")[0].meta["codec"] == "none"
+    sent, left = compress(values)
+    assert sent.meta["codec"] == codec and (sent.payload["codes"].numel() < numel) == (codec == "zlib")
+    assert torch.equal(decompress(sent)["w"], decompress(compress(values, codec="none")[0])["w"])
+    assert torch.equal(values["w"] - decompress(sent)["w"], left["w"])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("numel", [1, 255, 256, 2**17 - 1, 2**17, 2**17 + 1, 2**18 + 300])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_blocks_are_the_same_however_many_are_done_at_a_time(kind, numel, seed) -> None:
+    """Against all blocks in one pass."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    sent, left = compress({"w": values}, kind, seed=seed, codec="none")
+    levels, block = (127, 256) if kind == "int8" else (7, 64)
+    blocks = torch.nn.functional.pad(values, (0, -numel % block)).view(-1, block)
+    scales = sent.payload["scales"].float()[:, None]
+    units = blocks / scales
+    noise = None if seed is None else torch.rand(units.shape, generator=torch.Generator().manual_seed(seed))
+    codes = (units.round() if noise is None else units.floor() + (noise < units - units.floor())).clamp(-levels, levels)
+    assert (scales >= blocks.abs().amax(1, keepdim=True) / levels).all()
+    received = decompress(sent)["w"]
+    assert torch.equal(received, (codes * scales).flatten()[:numel]) and torch.equal(left["w"], values - received)
+
+
+@pytest.mark.parametrize("shape", [(2**16 - 1,), (2**16,), (3, 2**16 + 1)])
+def test_average_is_the_same_however_many_are_done_at_a_time(shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = {rank: {"w": torch.randn(shape, generator=draw)} for rank in (0, 3, 7)}
+    weights = {0: 5.0, 3: 1.0, 7: 2.5}
+    plain = sum(rows[rank]["w"].double() * (weights[rank] / 8.5) for rank in rows).float()
+    transposed = {rank: {"w": row["w"].T} for rank, row in rows.items()}
+    assert torch.equal(weighted_average(rows, weights)["w"], plain)
+    assert torch.equal(weighted_average(transposed, weights)["w"], plain.T)
+
+
+def test_finite_values_with_an_infinite_sum_are_finite() -> None:
+    huge = {"w": torch.full((4,), 3e38)}
+    assert torch.equal(weighted_average({0: huge}, {0: 1.0})["w"], huge["w"])
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        weighted_average({0: {"w": torch.tensor([float("inf"), -float("inf")])}}, {0: 1.0})
