@@ -735,9 +735,9 @@ def test_average_is_the_same_however_many_are_done_at_a_time(shape: tuple[int, .
     rows = {rank: {"w": torch.randn(shape, generator=draw)} for rank in (0, 3, 7)}
     weights = {0: 5.0, 3: 1.0, 7: 2.5}
     plain = sum(rows[rank]["w"].double() * (weights[rank] / 8.5) for rank in rows).float()
-    transposed = {rank: {"w": row["w"].T} for rank, row in rows.items()}
+    transposed = {rank: {"w": row["w"].transpose(0, -1)} for rank, row in rows.items()}
     assert torch.equal(weighted_average(rows, weights)["w"], plain)
-    assert torch.equal(weighted_average(transposed, weights)["w"], plain.T)
+    assert torch.equal(weighted_average(transposed, weights)["w"], plain.transpose(0, -1))
 
 
 def test_finite_values_with_an_infinite_sum_are_finite() -> None:
