@@ -238,6 +238,32 @@ def test_the_grace_window_opens_with_the_quorum(world):
     assert seats[1].poll(1) is None and seats[0].poll(1).ranks == (0, 1)
 
 
+def test_who_came_in_since_the_last_look_is_waited_for(world):
+    """Rank 0 closed the first round, so rank 1 has seen it only as it was joining."""
+    seats = [world.seat(rank, expected=2) for rank in range(2)]
+    seats[1].join()
+    seats[0].bucket.put_if_absent("members/00000/00000000.json", b"{}")  # a former life, long silent
+    seats[0].join(replace=True)
+    seats[1]._heart.look()
+    stale = dict(seats[1]._heart.bodies)
+    stale[0] = stale[0] | {"phase": "joining"}
+    for rv in seats:
+        rv.start(START)
+    offer(seats[1], 1)
+    for _ in range(3):
+        seats[1]._heart.bodies = dict(stale)
+        assert seats[1].poll(1) is None
+    offer(seats[0], 1)
+    assert seats[0].poll(1).ranks == (0, 1)
+    for rv in seats:
+        rv.apply(rv.poll(1))
+    seats[1]._heart.bodies = dict(stale)
+    offer(seats[1], 2)
+    assert seats[1].poll(2) is None
+    offer(seats[0], 2)
+    assert seats[1].poll(2) is None and seats[0].poll(2).ranks == (0, 1)
+
+
 def test_all_that_live_close_at_once_and_the_lowest_does_it(world):
     seats = [world.enter(rank) for rank in range(3)]
     for rv in seats:

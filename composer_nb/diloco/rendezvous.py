@@ -893,7 +893,9 @@ class Rendezvous:
             return None
         offered = _offered(keys)
         if self.rank in offered and self._my_turn(round, offered):
-            return self._close(round, sorted(offered))
+            self._heart.look()
+            if self._my_turn(round, offered):  # still, with whoever came in since the last look
+                return self._close(round, sorted(offered))
         if any(member.round >= round for member in self.members()):
             return self._run.record(round) or self._behind(round)
         return None
