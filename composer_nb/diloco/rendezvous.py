@@ -333,6 +333,9 @@ def _snapshot_key(round: int) -> str:
     return f"snapshots/{round:08d}.json"
 
 
+_GONE = "the run has gone from the bucket; put it back, or begin another run_id from a checkpoint"
+
+
 def _mapping(data: bytes) -> dict[str, Any]:
     "The JSON object; empty for bytes that are none."
     try:
@@ -415,6 +418,12 @@ class _Run:
         "Rounds that have one, ascending."
         return [int(found[1]) for key in self.bucket.list("snapshots/") if (found := re.fullmatch(r"snapshots/(\d+)\.json", key))]
 
+    def newest(self) -> int:
+        "The last of them. Raises RendezvousError when a run that has begun has none."
+        if not (rounds := self.snapshots()):
+            raise RendezvousError(_GONE)
+        return rounds[-1]
+
     def write_snapshot(self, state: State, author: str) -> None:
         "All authors write the same state; the first one's payload counts."
         metadata = {"round": str(state.round), "author": author}  # no two authors share a payload, so none sweeps the other's
@@ -436,7 +445,7 @@ class _Run:
         while before := self.snapshots():
             try:
                 state = self._replayed(self._newest_readable(before))
-                if self.snapshots()[-1] <= state.round:
+                if self.newest() <= state.round:
                     return state
                 lost = LostPayload(f"no record of round {state.round + 1} is there, and the snapshots after it cannot be read", state.round + 1)
             except LostPayload as error:
@@ -515,9 +524,10 @@ class _Heart:
 
     def _outlive(self, generation: int) -> None:
         "Return when the holder of the rank has left, or was silent for a lease."
-        first, begun = self._read(self.rank, generation), self.clock()
-        while first is not None and first["phase"] != "left" and self.clock() - begun < self.lease_s:
+        first, looks = self._read(self.rank, generation), 0
+        while first is not None and first["phase"] != "left" and looks < 8:  # looks, not seconds: this process may be stopped in between
             self.sleep(self.lease_s / 8)
+            looks += 1
             now = self._read(self.rank, generation)
             if now is not None and now["phase"] != "left" and now["counter"] != first["counter"]:
                 raise DuplicateRank(f"rank {self.rank} is taken by a process that is alive (generation {generation}); give this one another rank")
@@ -528,8 +538,10 @@ class _Heart:
         self.bucket.put(self._key(self.rank, self.generation), self._body(self.generation))
 
     def look(self) -> None:
-        "Read the others' heartbeats. Raises DuplicateRank when this rank has passed to a newer generation."
+        "Read the heartbeats. Raises DuplicateRank when this rank has passed to a newer generation, RendezvousError when its own one has gone."
         generations = self._generations()
+        if self.rank not in generations and not self.bucket.exists(self._key(self.rank, self.generation)):
+            raise RendezvousError(_GONE)
         if generations.get(self.rank, -1) > self.generation:
             raise DuplicateRank(f"rank {self.rank} was taken over by generation {generations[self.rank]} while this one ({self.generation}) "
                                 "was silent; stop this process")
@@ -572,9 +584,9 @@ class _Heart:
     def tick(self, beat: bool = True) -> None:
         "One turn of the thread."
         try:
+            self.look()  # first: a beat would hide that our last one was removed
             if beat:
                 self.beat()
-            self.look()
             self.down = None
         except BucketError as error:
             self.down = (self.down[0] if self.down else self.clock(), error)
@@ -924,7 +936,7 @@ class Rendezvous:
         record = Record(round, self._run.fragment(round), tuple(parts), self.rank, refused, self.state.head)
         if not self.bucket.put_if_absent(_record_key(round), record.to_bytes()):
             return self._run.record(round)
-        if self._run.snapshots()[-1] >= round:  # the round was closed, applied and swept while we were stopped
+        if self._run.newest() >= round:  # the round was closed, applied and swept while we were stopped
             self.bucket.delete(_record_key(round))
             self._behind(round)
         self._note("close", closed=round, ranks=list(record.ranks), refused=dict(refused))
@@ -948,7 +960,7 @@ class Rendezvous:
         if self.state.round - self._newest_snapshot < self.snapshot_every:
             return
         try:
-            self._newest_snapshot = self._run.snapshots()[-1]
+            self._newest_snapshot = self._run.newest()
             if self.state.round - self._newest_snapshot >= self.snapshot_every:
                 self._snapshot()
                 self.sweep()
@@ -963,7 +975,7 @@ class Rendezvous:
     def _help(self) -> None:
         "Write a snapshot for a member that cannot read a payload that we have applied."
         wanted = [m.needs for m in self.members() if m.alive and m.rank != self.rank and m.needs is not None and m.needs <= self.state.round]
-        if wanted and self._run.snapshots()[-1] < max(wanted):
+        if wanted and self._run.newest() < max(wanted):
             self._snapshot()
 
     def _ask_for(self, lost: LostPayload) -> State:
@@ -973,7 +985,7 @@ class Rendezvous:
         try:
             while self._clock() - begun < 2 * self.lease_s:
                 self._heart.tick()
-                if self._patience.until(self._run.snapshots)[-1] >= lost.round:
+                if self._patience.until(self._run.newest) >= lost.round:
                     return self._patience.until(self._run.latest)
                 self._sleep(self.lease_s / 8)
         finally:
@@ -1044,4 +1056,5 @@ def _references(run: _Run, round: int, keys: list[str]) -> set[str]:
 
 def _older_generations(keys: list[str]) -> list[str]:
     "All heartbeats but the newest of each rank, from sorted keys."
-    return [key for key, following in zip(keys, keys[1:]) if key.split("/")[1] == following.split("/")[1]]
+    beats = [key for key in keys if re.fullmatch(r"members/\d+/\d+\.json", key)]  # a foreign key beside them makes none of them old
+    return [key for key, following in zip(beats, beats[1:]) if key.split("/")[1] == following.split("/")[1]]
