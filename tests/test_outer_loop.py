@@ -392,7 +392,8 @@ def test_wrong_arguments_say_what_is_wrong(tmp_path, monkeypatch):
         "no multiple of 3": {"rank": 0, "rendezvous_uri": tmp_path, "n_fragments": 3},
         "alpha 1.5": {"rank": 0, "rendezvous_uri": tmp_path, "alpha": 1.5},
         "brings its own": {"manager": object(), "backend": "torchft", "compression": "int8"},
-        "either manager= or": {"backend": "torchft"},
+        "needs one of manager=, lighthouse= and rendezvous_uri=, got none": {"backend": "torchft"},
+        "poll_s 0.0 be positive": {"rank": 0, "rendezvous_uri": tmp_path, "poll_s": 0.0},
     }.items():
         with pytest.raises(ValueError, match=message):
             make(**options)
@@ -403,6 +404,30 @@ def test_wrong_arguments_say_what_is_wrong(tmp_path, monkeypatch):
         pass
     with pytest.raises(ValueError, match="delayed_nesterov"):
         outer_optimizer([nn.Parameter(torch.zeros(1))], OuterConfig(method="delayed_nesterov"))
+
+
+def test_the_pause_between_two_looks_is_the_callers(tmp_path):
+    """By default a fortieth of the lease."""
+    for given, expected in {None: 0.2 / 40, 0.0125: 0.0125}.items():
+        options = {} if given is None else {"poll_s": given}
+        with make_diloco_outer_loop(nn.Linear(2, 2), rendezvous_uri=tmp_path / str(given), rank=0, lease_s=0.2, **options) as loop:
+            assert loop.engine.courier.poll_s == pytest.approx(expected)
+
+
+def test_the_table_shows_members_only(tmp_path):
+    """Who said goodbye keeps its row, not alive; a rank of which only a health file is left has none; a broken file costs nothing but itself."""
+    options = {"rendezvous_uri": tmp_path, "sync_every": 1, "blocking": True, "lease_s": LEASE, "poll_s": 0.01, "grace_s": 0.0, "final": "leave"}
+    with make_diloco_outer_loop(nn.Linear(2, 2), rank=1, **options) as early:
+        early.step(loss=0.5)
+    with make_diloco_outer_loop(nn.Linear(2, 2), rank=0, **options) as loop:
+        bucket = loop.engine.rendezvous.bucket
+        assert "health/00001.json" in bucket.list("health/")
+        bucket.put("health/00007.json", b'{"loss": 0.25, "bytes_up": 1, "bytes_down": 1}')
+        bucket.put("health/00000-old.json", b"{")
+        loop.step(loss=2.0)
+        until(lambda: {1, 7} <= loop.engine.courier.health.keys())
+        table = loop.table()
+    assert [(row["rank"], row["alive"], row["loss"]) for row in table] == [(0, True, 2.0), (1, False, 0.5)]
 
 
 def test_blocking_names_who_lives_when_a_round_does_not_close(tmp_path):

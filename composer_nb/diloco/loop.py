@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -168,7 +169,8 @@ class Courier:
         with suppress(BucketError, KeyNotFound, ValueError):
             bucket.put(f"health/{self.rendezvous.rank:05d}.json", json.dumps(mine).encode())
             for key in bucket.list("health/"):
-                self.health[int(key[len("health/") : -len(".json")])] = json.loads(bucket.get(key))
+                with suppress(KeyNotFound, ValueError):
+                    self.health[int(key[len("health/") : -len(".json")])] = json.loads(bucket.get(key))
 
 # %% ../../nbs/42b_outer_loop.ipynb #c013-0616d2
 @dataclass(frozen=True)
@@ -659,19 +661,26 @@ def outer_optimizer(params: Sequence[nn.Parameter], config: OuterConfig) -> torc
 class _Torchft:
     "What `OuterLoop` needs, over torchft's DiLoCo."
 
-    def __init__(self, model: nn.Module, optimizer: Any, manager: Any, run: RunConfig, config: LoopConfig, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, manager: Any, run: RunConfig, config: LoopConfig, options: Mapping[str, Any],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         from torchft.local_sgd import DiLoCo
 
         if optimizer is None:
             raise ValueError("backend 'torchft' hooks the inner optimizer: pass optimizer=, or let a Trainer bind it")
         params = trained(model)
-        self.params, self.manager, self.events, self.config, self.run = params, manager, [], config, run
+        self.params, self.manager, self.events, self.config, self.run, self.close = params, manager, [], config, run, close
         self.on_jump: Callable[[int], None] = lambda step: None
         fragments = split_fragments({name: value.shape for name, value in params.items()}, run.n_fragments, run.strategy)
         views = [_View({name: params[name] for name in names}) for names in fragments]
         self.outer = [outer_optimizer(list(view.parameters()), run.outer) for view in views]
+        self.terms = {"sync_every": str(config.sync_every), "outer": str(run.outer), "fragments": str(fragments), "model": str(spec_of(params))}
+        self._former: list[dict[str, Tensor]] = []
+        manager.register_state_dict_fn("composer_nb.before", self._before_healing, lambda: self.terms)  # loaded in the order of registration
         self.diloco = DiLoCo(manager, views, optimizer, self.outer, config.sync_every, fragment_update_alpha=config.alpha, **options)
-        self._begun, self._at, self.steps, self.loss = time.monotonic(), manager.current_step(), 0, math.nan
+        manager.register_state_dict_fn("composer_nb.after", self._after_healing, dict)
+        self._begun, self._at, self.steps, self.loss, self._healed = time.monotonic(), manager.current_step(), 0, math.nan, False
 
     @property
     def global_step(self) -> int:
@@ -684,12 +693,33 @@ class _Torchft:
         return False
 
     def step(self, tokens: int = 1, loss: float | None = None) -> None:
-        "The synchronisation was in the optimizer step; this writes it down."
+        "The synchronisation was in the optimizer step; this writes it down: a `round`, a `jump` to the others' values, or that it `failed`."
         self.steps, self.loss = self.steps + 1, self.loss if loss is None else loss
-        if (now := self.manager.current_step()) > self._at:
-            self._at = now
-            self.events.append({"kind": "round", "round": now, "step": self.steps, "seconds": time.monotonic() - self._begun,
-                                "alive": self.manager.num_participants(), "loss": self.loss, "included": True, "delay": 0})
+        if self.diloco._local_step:
+            return  # not the last step of a walk
+        now, before, healed = self.manager.current_step(), self._at, self._healed
+        self._at, self._healed = now, False
+        kind = "failed" if now == before else "jump" if healed else "round"
+        self.events.append({"kind": kind, "round": now, "step": self.steps, "seconds": time.monotonic() - self._begun,
+                            "alive": self.manager.num_participants(), "loss": self.loss, "included": kind == "round", "delay": 0})
+        if healed:
+            self.on_jump(self.global_step)
+
+    def _before_healing(self, terms: Mapping[str, str]) -> None:
+        "A peer's state is about to be loaded. Raises ValueError where it trains something else."
+        for name, theirs in terms.items():
+            if theirs != self.terms[name]:
+                raise ValueError(f"{name} is {self.terms[name]:.200}, with a peer {theirs:.200}: one lighthouse serves one run; start all replicas alike")
+        self._former = [{name: value.clone() for name, value in part.original_parameters.items()} for part in self.diloco._fragments]
+
+    def _after_healing(self, _: Mapping[str, Any]) -> None:
+        "It is loaded. A walk that began at other values than the peer's is dropped; torchft would hand it in."
+        pairs = [(old[name], new) for old, part in zip(self._former, self.diloco._fragments, strict=True) for name, new in part.original_parameters.items()]
+        self._former, self._at = [], self.manager.current_step()
+        self._healed = not all(torch.equal(old, new) for old, new in pairs)
+        if self._healed:
+            for part in self.diloco._fragments:
+                part.restore_parameters()
 
     def finish(self) -> None:
         "torchft has no last round: what was walked since the last one stays local."
@@ -697,6 +727,7 @@ class _Torchft:
 
     def leave(self) -> None:
         self.diloco.__exit__(None, None, None)
+        self.close()
 
     def table(self) -> list[dict[str, Any]]:
         return [{"round": self.manager.current_step(), "alive": self.manager.num_participants(), "step": self.steps, "loss": self.loss}]
@@ -734,6 +765,7 @@ def make_diloco_outer_loop(
     lr_scheduler: Any = None,
     *,
     rendezvous_uri: str | os.PathLike[str] | Bucket | None = None,
+    lighthouse: str | None = None,
     manager: Any = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -750,6 +782,7 @@ def make_diloco_outer_loop(
     final: Literal["follow", "leave"] = "follow",
     live: Literal["bar", "table"] | None = None,
     wait_s: float = 600.0,
+    poll_s: float | None = None,
     on_rejoin: Sequence[Callable[[int], None]] = (),
     replace_rank: bool = False,
     run: Mapping[str, Any] | None = None,
@@ -760,23 +793,39 @@ def make_diloco_outer_loop(
 ) -> OuterLoop:
     """The outer loop of DiLoCo: a context manager and a Trainer callback in one.
 
-    `rendezvous_uri` is a bucket or what `open_bucket` takes; `rank` and `world_size` default to REPLICA_RANK and REPLICA_WORLD_SIZE. `run`
-    holds further fields of RunConfig, `seat` options of Rendezvous (lease_s, grace_s, quorum, snapshot_every, timeout_s). With
-    `backend="torchft"` the `manager` is torchft's or an ObjectStoreManager (made from `rendezvous_uri` where none is given). Raises
-    ValueError, and TypeError for options that nobody knows.
+    `rendezvous_uri` is a bucket or what `open_bucket` takes; `rank` and `world_size` default to REPLICA_RANK and REPLICA_WORLD_SIZE.
+
+    What all replicas must have alike: `outer`, `compression`, `n_fragments`, `late`, and in `run` further fields of RunConfig. What each
+    replica may have its own of (LoopConfig): `sync_every`, `blocking`, `alpha`, `keep_progress`, `wait_s`, `poll_s` (seconds between two
+    looks at the bucket, by default a fortieth of the lease, at most a quarter second), `final`, `live`, `compression_options`. `seat`, by its
+    keywords: options of Rendezvous (lease_s, grace_s, quorum, snapshot_every, timeout_s and the rest).
+
+    `backend="torchft"` takes one of: `lighthouse`, the "host:port" of torchft_lighthouse, for which `seat` are the options of `open_manager`
+    (hostname, min_replicas, timeout_s, connect_timeout_s, quorum_retries) and `wait_s` is the longest wait for a quorum; `rendezvous_uri`,
+    with the options of ObjectStoreManager; `manager`, torchft's or an ObjectStoreManager, ready made. There `sync_every` must be alike, too,
+    and `blocking`, `keep_progress`, `late`, `final`, `poll_s`, `replace_rank` have no effect. Raises ValueError, TypeError for options that
+    nobody knows, and at `lighthouse` ModuleNotFoundError without torchft and, when training begins, ConnectionError where none answers.
     """
-    config = LoopConfig(sync_every, blocking, alpha, keep_progress, wait_s, None, final, live, dict(compression_options or {}))
+    config = LoopConfig(sync_every, blocking, alpha, keep_progress, wait_s, poll_s, final, live, dict(compression_options or {}))
     terms = RunConfig(outer=outer or OuterConfig(), compression=compression, n_fragments=n_fragments, late=late, **(run or {}))
     due_fragment(0, sync_every, n_fragments)
     if backend == "bucket":
-        if rendezvous_uri is None or manager is not None:
-            raise ValueError("backend 'bucket' needs rendezvous_uri and takes no manager: a manager belongs to backend='torchft'")
+        if rendezvous_uri is None or manager is not None or lighthouse is not None:
+            raise ValueError("backend 'bucket' needs rendezvous_uri and takes no manager and no lighthouse: they belong to backend='torchft'")
         rank, world_size = _place("rank", rank, "REPLICA_RANK"), _place("world_size", world_size, "REPLICA_WORLD_SIZE", required=False)
         options = {"rank": rank, "run_id": run_id, "config": terms, "expected": world_size} | seat
         build = _bucket_engine(rendezvous_uri, dict(storage_options or {}), options, config)
     elif backend == "torchft":
-        options = (rank, world_size, run_id, dict(storage_options or {}), seat)
-        build = _torchft_engine(rendezvous_uri, manager, options, terms, config, dict(torchft_options or {}))
+        if terms.compression is not None:
+            raise ValueError(f"compression is {terms.compression!r}: torchft brings its own, pass torchft_options={{'should_quantize': True}}")
+        given = [name for name, value in {"manager": manager, "lighthouse": lighthouse, "rendezvous_uri": rendezvous_uri}.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"backend 'torchft' needs one of manager=, lighthouse= and rendezvous_uri=, got {' and '.join(given) or 'none'}")
+        if lighthouse is not None:
+            held = _by_lighthouse(lighthouse, rank, world_size, {"run_id": run_id, "quorum_timeout_s": wait_s} | seat)
+        else:
+            held = _by_manager(rendezvous_uri, manager, (rank, world_size, run_id, dict(storage_options or {}), seat))
+        build = _torchft_engine(held, terms, config, dict(torchft_options or {}))
     else:
         raise ValueError(f"backend is {backend!r}: 'bucket' or 'torchft'")
     return OuterLoop(build, model, optimizer, lr_scheduler, on_rejoin=on_rejoin, live=live, replace_rank=replace_rank)
@@ -804,20 +853,52 @@ def _bucket_engine(uri: Any, storage: dict[str, Any], options: dict[str, Any], c
     return build
 
 
-def _torchft_engine(
-    uri: Any, manager: Any, options: tuple[Any, ...], terms: RunConfig, config: LoopConfig, torchft_options: dict[str, Any],
-) -> Callable[[nn.Module, Any], _Torchft]:
-    if terms.compression is not None:
-        raise ValueError(f"compression is {terms.compression!r}: torchft brings its own, pass torchft_options={{'should_quantize': True}}")
-    if (manager is None) == (uri is None):
-        raise ValueError("backend 'torchft' needs either manager= or rendezvous_uri=")
-    rank, world_size, run_id, storage, seat = options
+_Held = tuple[Any, Callable[[], None]]
 
-    def build(model: nn.Module, optimizer: Any) -> _Torchft:
+
+def _by_manager(uri: Any, manager: Any, options: tuple[Any, ...]) -> Callable[[], _Held]:
+    "A manager and how to close it: the caller's own, which stays open, or one over a bucket."
+    rank, world_size, run_id, storage, seat = options
+    if manager is not None and seat:
+        raise TypeError(f"{sorted(seat)}: a manager= that is given has its options already")
+
+    def hold() -> _Held:
         from composer_nb.diloco.manager import ObjectStoreManager
 
-        bucket = uri if isinstance(uri, Bucket) or uri is None else open_bucket(uri, **storage)
-        held = ObjectStoreManager(bucket, rank, world_size, round_id=run_id, **seat) if manager is None else manager
-        return _Torchft(model, optimizer, held, terms, config, torchft_options)
+        if manager is not None:
+            return manager, lambda: None
+        made = ObjectStoreManager(uri if isinstance(uri, Bucket) else open_bucket(uri, **storage), rank, world_size, round_id=run_id, **seat)
+        return made, made.shutdown
+
+    return hold
+
+
+def _by_lighthouse(lighthouse: str, rank: int | None, world_size: int | None, options: dict[str, Any]) -> Callable[[], _Held]:
+    from composer_nb.diloco.lighthouse import need_torchft, open_manager, read_address
+
+    need_torchft()
+    read_address(lighthouse)
+    rank, world_size = _place("rank", rank, "REPLICA_RANK"), _place("world_size", world_size, "REPLICA_WORLD_SIZE", required=False)
+    if world_size is not None and rank >= world_size:
+        raise ValueError(f"rank {rank} does not fit world_size {world_size}: ranks count from 0")
+    inspect.signature(open_manager).bind(lighthouse, rank, **options)  # TypeError for options that nobody knows
+
+    def hold() -> _Held:
+        seat = open_manager(lighthouse, rank, **options)
+        return seat.manager, seat.close
+
+    return hold
+
+
+def _torchft_engine(
+    hold: Callable[[], _Held], terms: RunConfig, config: LoopConfig, torchft_options: dict[str, Any],
+) -> Callable[[nn.Module, Any], _Torchft]:
+    def build(model: nn.Module, optimizer: Any) -> _Torchft:
+        manager, close = hold()
+        try:
+            return _Torchft(model, optimizer, manager, terms, config, torchft_options, close)
+        except BaseException:
+            close()
+            raise
 
     return build
