@@ -31,7 +31,8 @@ def links(path: Path) -> str:
 
 
 EXTRAS = {"10c": ",replay", "15_": ",replay", "4": ",diloco"}  # by the beginning of a chapter's name
-PACKAGES = {"41_": " moto[server]", "44_": " moto[server]"}  # for the S3 server that these practise on
+# For the S3 server that a chapter practises on, and for what it is compared with.
+PACKAGES = {"40_": " torchft==0.2.0", "41_": " moto[server]", "42": " torchft==0.2.0", "44_": " moto[server]"}
 
 
 def launch_cell(path: Path) -> str:

@@ -393,7 +393,7 @@ class Replica:
             while any(member.alive for member in rendezvous.members() if member.rank != rendezvous.rank):
                 time.sleep(rendezvous.lease_s / 8)
                 rendezvous.tick()
-                rendezvous._heart.check()
+                rendezvous.check()
         return rendezvous.latest()
 
     def _note(self, landing: Landing, parcel: Parcel | None) -> None:
