@@ -6,7 +6,8 @@ import signal
 import time
 
 import pytest
-from test_outer_loop import LEASE, end, launch, newest, numbers, processes, rounds_of, until  # noqa: F401
+from test_outer_loop import LEASE, end, launch, newest, numbers, processes, rounds_of  # noqa: F401
+from waiting import until
 
 SECONDS = 16.0
 DELAYS = (0.01, 0.01, 0.04)
@@ -17,7 +18,7 @@ class Life:
 
     def __init__(self, folder, rank):
         self.folder, self.rank, self.pauses = folder, rank, []
-        self.process = launch(folder, rank, DELAYS[rank], compression="int8", grace_s=LEASE / 2, snapshot_every=4)
+        self.process = launch(folder, rank, DELAYS[rank], compression="int8", lease_s=2 * LEASE, grace_s=LEASE / 2, snapshot_every=4)
 
     def steps(self) -> list[float]:
         return numbers(self.folder, self.process, self.rank)

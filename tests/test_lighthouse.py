@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torchft.coordination import LighthouseServer
 from transformers import Trainer, TrainingArguments
+from waiting import together, until
 
 from composer_nb.diloco.lighthouse import open_manager, open_transport, reach, read_address
 from composer_nb.diloco.loop import make_diloco_outer_loop, read_saved
@@ -64,32 +65,6 @@ def processes():
         if process.is_alive():
             process.kill()
         process.join()
-
-
-def until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-
-
-def together(*actions) -> None:
-    "Run in threads; the first error comes out."
-    failures = []
-
-    def guarded(action):
-        try:
-            action()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def build(seed: int = 0) -> nn.Sequential:

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from waiting import together, until
 
 from composer_nb.diloco.bucket import BucketReadOnly, BucketUnavailable, open_bucket
 from composer_nb.diloco.loop import (
@@ -55,32 +55,6 @@ def digest(tensors: dict) -> str:
 def seat(store, rank: int, params: dict, lease_s: float = LEASE, **options) -> Rendezvous:
     terms = {"late": "carry"} | {name: options.pop(name) for name in list(options) if name in RunConfig.__dataclass_fields__}
     return Rendezvous(store, rank, run_id="t", spec=global_spec(params), config=RunConfig(**terms), lease_s=lease_s, **options)
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
-def together(*actions) -> None:
-    "Run in threads; the first error comes out."
-    failures = []
-
-    def guarded(action):
-        try:
-            action()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def land(replica: Replica, seconds: float = 10.0) -> None:
@@ -525,9 +499,9 @@ def processes():
 
 @pytest.mark.parametrize("options", [{}, {"compression": "int8", "n_fragments": 2}], ids=["plain", "int8, two fragments"])
 def test_two_processes_end_with_the_same_parameters(tmp_path, processes, options):
-    processes += [launch(tmp_path, rank, 0.005 * (1 + rank), **options) for rank in (0, 1)]
-    until(lambda: all(newest(tmp_path, process, rank) >= 6 for rank, process in enumerate(processes)), 30)
-    results = end(tmp_path, processes)
+    processes += [launch(tmp_path, rank, 0.005 * (1 + rank), lease_s=8.0, **options) for rank in (0, 1)]  # nobody is taken for dead
+    until(lambda: all(newest(tmp_path, process, rank) >= 6 for rank, process in enumerate(processes)), 60)
+    results = end(tmp_path, processes, 60)
     assert results[0]["params"] == results[1]["params"] and results[0]["outer"] == results[1]["outer"]
     assert results[0]["round"] == results[1]["round"] and [0, 1] in results[0]["ranks"]
     assert all(math.isfinite(row["loss"]) and row["bytes_up"] > 0 for row in results[0]["table"])
