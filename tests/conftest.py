@@ -44,3 +44,14 @@ def pytest_make_collect_report(
     if in_parity(collector.path):
         fail_if_skipped(report)
     return report
+
+
+@pytest.fixture
+def processes():
+    """A list for processes that must not outlive the test."""
+    started: list = []
+    yield started
+    for process in started:
+        if process.is_alive():
+            process.kill()
+        process.join()

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from test_outer_loop import LEASE, end, launch, newest, numbers, processes, rounds_of  # noqa: F401
+from test_outer_loop import LEASE, end, launch, newest, numbers, rounds_of
 from waiting import until
 
 SECONDS = 16.0
@@ -41,7 +41,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", [5])
-def test_chaos(tmp_path, processes, seed):  # noqa: F811
+def test_chaos(tmp_path, processes, seed):
     rng = random.Random(seed)
     lives = [Life(tmp_path, rank) for rank in range(3)]
     now = list(lives)

@@ -57,16 +57,6 @@ def light():
         server.shutdown()
 
 
-@pytest.fixture
-def processes():
-    started: list = []
-    yield started
-    for process in started:
-        if process.is_alive():
-            process.kill()
-        process.join()
-
-
 def build(seed: int = 0) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))

@@ -487,16 +487,6 @@ def end(folder: Path, processes, seconds: float = 30.0) -> dict[int, dict]:
     return {int(path.name.split("-")[1]): json.loads(path.read_text()) for path in folder.glob("result-?")}
 
 
-@pytest.fixture
-def processes():
-    started: list = []
-    yield started
-    for process in started:
-        if process.is_alive():
-            process.kill()
-        process.join()
-
-
 @pytest.mark.parametrize("options", [{}, {"compression": "int8", "n_fragments": 2}], ids=["plain", "int8, two fragments"])
 def test_two_processes_end_with_the_same_parameters(tmp_path, processes, options):
     processes += [launch(tmp_path, rank, 0.005 * (1 + rank), lease_s=8.0, **options) for rank in (0, 1)]  # nobody is taken for dead

@@ -63,7 +63,7 @@ class Compressed:
         return sum(math.prod(shape) for shape in self.meta["shapes"].values())
 
 # %% ../../nbs/40b_compression.ipynb #c008-0d25b0
-_WORTH_TRYING = 2**20  # bytes, up to which zlib's slow coder may have a try at what zstandard leaves as it is
+_WORTH_TRYING = 2**20  # bytes, up to which zlib may have a try at what zstandard leaves as it is
 
 
 def _squeeze(raw: bytes, codec: str) -> tuple[str, bytes]:

@@ -31,7 +31,6 @@ from composer_nb.diloco.bucket import (
     KeyNotFound,
     PayloadRef,
     Spec,
-
     open_bucket,
     read_payload,
     spec_of,
