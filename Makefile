@@ -72,7 +72,7 @@ lint: $(DEV_STAMP) ## ruff over everything written by hand
 
 .PHONY: nbtest
 nbtest: $(DEV_STAMP) ## run every chapter
-	@compgen -G 'nbs/*.ipynb' >/dev/null || { echo "error: there are no chapters in nbs/" >&2; exit 1; }
+	@compgen -G 'nbs/*/*.ipynb' >/dev/null || { echo "error: there are no chapters in nbs/" >&2; exit 1; }
 	@OMP_NUM_THREADS=1 MPLBACKEND=agg $(VENV)/bin/nbdev_test --n_workers 2 --do_print --timing
 
 .PHONY: book

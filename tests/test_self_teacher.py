@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from composer_nb.encode import encode_shared
+from composer_nb.forward import encode_shared
 from composer_nb.self_teacher import SelfTeacher
 
 KINDS = ["live", "frozen", "ema", "trust_region"]

@@ -1,6 +1,6 @@
 """A replica that is set up wrongly is told so and the others go on; a store that goes away takes nothing committed with it.
 
-The drills run once, in real processes (`spikes/wrong_setups.py`); each test looks at one row of what came out.
+The drills run once, in real processes (`composer_nb/drills/wrong_setups.py`); each test looks at one row of what came out.
 """
 
 import re
@@ -12,13 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "spikes"))
-
-from wrong_setups import Row, Run, agree, all_drills, late_faults, other_setups, scratch  # noqa: E402
-
-from composer_nb.diloco.bucket import open_bucket, spec_of  # noqa: E402
-from composer_nb.diloco.rendezvous import DuplicateRank, Record, Rendezvous, RendezvousError  # noqa: E402
+from composer_nb.diloco.bucket import open_bucket, spec_of
+from composer_nb.diloco.rendezvous import DuplicateRank, Record, Rendezvous, RendezvousError
+from composer_nb.drills.wrong_setups import Row, Run, agree, all_drills, late_faults, other_setups, scratch
 
 # By fault: the error's class, what it says is wrong, what it says to do.
 REFUSED = {
@@ -141,10 +137,9 @@ def test_replicas_that_differ_do_not_agree():
 
 
 def test_a_shifted_clock_moves_the_time_of_day_only():
-    code = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT / "spikes")!r})
-from wrong_setups import shift_clock
+    code = """
+import time
+from composer_nb.drills.wrong_setups import shift_clock
 from botocore.compat import get_current_datetime
 before = time.time(), time.monotonic(), get_current_datetime().timestamp()
 shift_clock(600.0)

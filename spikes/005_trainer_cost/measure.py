@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from composer_nb import loss as loss_room
 from composer_nb.batch import DPOPair
-from composer_nb.encode import shared_prefixes
+from composer_nb.forward import shared_prefixes
 from composer_nb.models import load_model, prepare_smollm2
 from composer_nb.trainer import ComposerReplicationTrainer
 

@@ -120,8 +120,8 @@ def reach(spec: dict):
 def seat(spec: dict, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int):
     """The replica's place in the run, entered; None where there is no outer loop."""
     if spec["variant"] == "bucket":
-        from composer_nb.diloco.loop import LoopConfig, Replica, global_spec, trained
         from composer_nb.diloco.outer import OuterConfig
+        from composer_nb.diloco.outer_loop import LoopConfig, Replica, global_spec, trained
         from composer_nb.diloco.rendezvous import Rendezvous, RunConfig
 
         params, compression = trained(model), spec.get("compression")
@@ -133,8 +133,8 @@ def seat(spec: dict, model: nn.Module, optimizer: torch.optim.Optimizer, seed: i
         replica.enter(replace_rank=spec.get("replace_rank", False))
         return replica
     if spec["variant"] == "torchft":
-        from composer_nb.diloco.loop import make_diloco_outer_loop
         from composer_nb.diloco.outer import OuterConfig
+        from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 
         loop = make_diloco_outer_loop(
             model, optimizer, rendezvous_uri=spec["uri"], backend="torchft", rank=spec["rank"], world_size=spec["world"], run_id=f"seed{seed}",

@@ -143,7 +143,7 @@ def test_notebooks_open_in_colab_and_kaggle(html):
 
 
 def test_chapters_have_run(book):
-    chapters = sorted((ROOT / "nbs").glob("[0-9]*.ipynb"))
+    chapters = sorted((ROOT / "nbs").glob("*/[0-9]*.ipynb"))
     states = {path.name: chapter_row(path.stem, path).split("|")[5].strip() for path in chapters}
     assert {name: state for name, state in states.items() if state != "ran"} == {}
 
