@@ -65,6 +65,7 @@ sync: $(DEV_STAMP) ## the package is exactly what the notebooks export
 .PHONY: clean-check
 clean-check: $(DEV_STAMP) ## notebooks are clean, without errors or machine paths; runs keep the contract
 	@$(PY) scripts/check_notebooks.py
+	@$(PY) scripts/frame.py --check
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## ruff over everything written by hand
@@ -91,6 +92,10 @@ smoke: $(DEV_STAMP) model ## every spike with smoke=True
 .PHONY: export
 export: $(DEV_STAMP) ## write the package from the notebooks
 	@$(VENV)/bin/nbdev_export
+
+.PHONY: frame
+frame: $(DEV_STAMP) ## write *Next* and *read first* into the chapters, from the table of contents
+	@$(PY) scripts/frame.py
 
 .PHONY: chapters
 chapters: $(DEV_STAMP) model ## execute every chapter in place, outputs included
