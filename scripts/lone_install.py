@@ -41,7 +41,7 @@ def refuse_what_cannot_work() -> None:
 
 def pip(*words: str) -> None:
     """Run pip in this kernel's environment; one line says what failed, the rest of pip's own words stay below it."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-color", "--disable-pip-version-check", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.returncode:
         return
