@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .core import widen
+
 # %% auto #0
 __all__ = ['rlsd_advantages', 'rlsd_mix', 'sdar_gate', 'question_weight']
 
 # %% ../nbs/kernels/02_credit.ipynb #c006-437b05
-_MAX_GAP = 20.0  # exp(20) is far outside every clip; an infinite gap times a zero advantage would be NaN
-
-
 def rlsd_advantages(
     advantages: Float[Tensor, " B"] | Float[Tensor, "B T"],
     teacher_logprobs: Float[Tensor, "B T"],
@@ -47,6 +46,9 @@ def rlsd_advantages(
     weight = (adv.sign() * gap).exp().clamp(1 - clip, 1 + clip)
     return adv * (1 + mix * (weight - 1)).to(adv.dtype)
 
+# %% ../nbs/kernels/02_credit.ipynb #664cc58a
+_MAX_GAP = 20.0  # exp(20) is far outside every clip; an infinite gap times a zero advantage would be NaN
+
 
 def _per_token(advantages: Tensor, keep: Tensor) -> Tensor:
     "Advantages per token, from one per token or one per answer."
@@ -59,12 +61,7 @@ def _per_token(advantages: Tensor, keep: Tensor) -> Tensor:
 
 def _filled(values: Tensor, keep: Tensor) -> Tensor:
     "`values` detached, in fp32 or wider, zero where not kept."
-    return _wide(values).masked_fill(~keep, 0.0)
-
-
-def _wide(values: Tensor) -> Tensor:
-    "`values` detached, in fp32 or wider."
-    return values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    return widen(values.detach()).masked_fill(~keep, 0.0)
 
 # %% ../nbs/kernels/02_credit.ipynb #c019-0a95a0
 def rlsd_mix(step: int, *, start: float = 0.5, decay_steps: int = 50) -> float:
@@ -73,7 +70,9 @@ def rlsd_mix(step: int, *, start: float = 0.5, decay_steps: int = 50) -> float:
     Raises ValueError for a negative `step` or `decay_steps`. Source: SDPG `compute_rlsd_loss` at f71329ee.
     """
     if step < 0 or decay_steps < 0:
-        raise ValueError(f"step={step}, decay_steps={decay_steps}: both count optimizer steps from 0 (decay_steps=0: no decay)")
+        raise ValueError(
+            f"step={step}, decay_steps={decay_steps}: both count optimizer steps from 0 (decay_steps=0: no decay)"
+        )
     return start * max(0.0, 1.0 - step / decay_steps) if decay_steps else start
 
 # %% ../nbs/kernels/02_credit.ipynb #c023-a5c4af
@@ -87,13 +86,15 @@ def sdar_gate(
     `compute_sdar_loss` at 8b85c231, whose scripts use `gate_beta` 5 and a loss coefficient of 0.01.
     """
     if not gate_beta >= 0:
-        raise ValueError(f"gate_beta is {gate_beta}; it must not be negative (below 0 the gate would trust rejected tokens)")
+        raise ValueError(
+            f"gate_beta is {gate_beta}; it must not be negative (below 0 the gate would trust rejected tokens)"
+        )
     if student_logprobs.shape != teacher_logprobs.shape:
         raise ValueError(
             f"student_logprobs {tuple(student_logprobs.shape)} and teacher_logprobs {tuple(teacher_logprobs.shape)} "
             "must have one shape: the same sampled tokens, scored twice"
         )
-    return torch.sigmoid(gate_beta * (_wide(teacher_logprobs) - _wide(student_logprobs)))
+    return torch.sigmoid(gate_beta * (widen(teacher_logprobs.detach()) - widen(student_logprobs.detach())))
 
 # %% ../nbs/kernels/02_credit.ipynb #c032-ff5853
 def question_weight(rewards: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
@@ -103,10 +104,14 @@ def question_weight(rewards: Float[Tensor, " B"], group_size: int) -> Float[Tens
     other rewards and for a batch that is not whole groups. Source: arXiv 2605.27765, abstract; not normalised.
     """
     if group_size < 1 or rewards.ndim != 1 or len(rewards) % group_size:
-        raise ValueError(f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}; pass one reward per answer")
-    grouped = _wide(rewards).view(-1, group_size)
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}; pass one reward per answer"
+        )
+    grouped = widen(rewards.detach()).view(-1, group_size)
     scored = ~grouped.isnan()
     if (other := grouped[scored & (grouped != 0) & (grouped != 1)]).numel():
-        raise ValueError(f"reward {other[0].item()} is neither 0 nor 1: a pass rate needs passes, e.g. (rewards >= 0.5).float()")
+        raise ValueError(
+            f"reward {other[0].item()} is neither 0 nor 1: a pass rate needs passes, e.g. (rewards >= 0.5).float()"
+        )
     rate = grouped.masked_fill(~scored, 0.0).sum(1) / scored.sum(1).clamp(min=1)
     return (rate * (1 - rate)).sqrt().repeat_interleave(group_size)

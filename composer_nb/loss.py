@@ -26,7 +26,8 @@ from .distillation.entropy_opd import entropy_blend_loss, eopd_loss
 from .distillation.fused import Head, View, autograd_step, divergence_step, streamed_loss
 from .distillation.taid import taid_loss
 from .credit import sdar_gate
-from .forward import Encoded, causal_lm, encode_sequences, encode_shared, head_shortcut
+from .forward.sharing import encode_shared
+from .forward.states import Encoded, causal_lm, encode_sequences, head_shortcut
 from .policy import PolicyKind, policy_denominator, policy_loss
 from .preference import PreferenceLoss, dpo_loss, reduce_pairs, sequence_logprobs, simpo_loss
 

@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .core import KLEstimator, kl_estimate, reduce_tokens
+from .core import KLEstimator, kl_estimate, reduce_tokens, widen
 
 # %% auto #0
-__all__ = ['AdvantageKind', 'PolicyKind', 'group_advantages', 'kl_penalty', 'kl_shaped_rewards', 'PolicyOutput', 'policy_loss',
-           'policy_denominator', 'dppo_mask', 'dppo_loss', 'reference_kl_loss', 'length_penalty']
+__all__ = ['AdvantageKind', 'PolicyKind', 'group_advantages', 'kl_penalty', 'kl_shaped_rewards', 'PolicyOutput', 'PolicyOptions',
+           'policy_loss', 'policy_denominator', 'dppo_mask', 'dppo_loss', 'reference_kl_loss', 'length_penalty']
 
 # %% ../nbs/kernels/01_policy.ipynb #c008-581766
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
@@ -33,10 +33,12 @@ def group_advantages(
     2402.03300 (std with divisor G-1, as TRL), Dr. GRPO 2503.20783, RLOO 2402.14740.
     """
     if group_size < 1 or rewards.ndim != 1 or len(rewards) % group_size:
-        raise ValueError(f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}; pass one reward per answer")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}; pass one reward per answer"
+        )
     if torch.isinf(rewards).any():
         raise ValueError("infinite reward; clip it, or use NaN for an answer that could not be scored")
-    grouped = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)
+    grouped = widen(rewards).view(-1, group_size)
     scored = ~grouped.isnan()
     count = scored.sum(1, keepdim=True).clamp(min=1)
     mean = grouped.masked_fill(~scored, 0.0).sum(1, keepdim=True) / count
@@ -85,7 +87,9 @@ def _limits(kind: PolicyKind, low: float, high: float | None) -> tuple[float, fl
     "The two limits with their defaults; raises ValueError for values that clip at the wrong place."
     high = (5.0 if kind == "cispo" else low) if high is None else high
     if kind == "cispo" and high < 1:
-        raise ValueError(f"epsilon_high={high}: for cispo it caps the ratio itself (5.0 in ScaleRL); below 1 it shrinks every token")
+        raise ValueError(
+            f"epsilon_high={high}: for cispo it caps the ratio itself (5.0 in ScaleRL); below 1 it shrinks every token"
+        )
     if not 0 <= low < 1 or high < 0:
         raise ValueError(f"epsilon_low={low}, epsilon_high={high}: need 0 <= epsilon_low < 1 and epsilon_high >= 0")
     return low, high
@@ -112,9 +116,9 @@ def kl_shaped_rewards(
     coef: float,
     kind: KLEstimator = "k1",
 ) -> Float[Tensor, " B"]:
-    """Rewards minus `coef` times each answer's summed KL estimate (nats), detached; unscored positions are inert, NaN included.
+    """Rewards minus `coef` times each answer's summed KL estimate (nats), detached.
 
-    Raises ValueError for a negative or infinite `coef`, an unknown kind or unequal shapes.
+    Unscored positions are inert, NaN included. Raises ValueError for a negative or infinite `coef`, an unknown kind or unequal shapes.
     """
     if not 0 <= coef < math.inf:
         raise ValueError(f"coef is {coef}; it must be finite and not negative")
@@ -132,6 +136,26 @@ class PolicyOutput:
     loss: Float[Tensor, ""]
     metrics: dict[str, Tensor]
 
+# %% ../nbs/kernels/01_policy.ipynb #8bc062d0
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Which member of the family, and its constants.
+
+    `epsilon_high` defaults to `epsilon_low` (cispo: a cap on the ratio, 5.0). `max_completion_length` is the longest
+    completion that the sampler may produce; dr_grpo divides by it. `kl_coef` weighs the KL to a reference (nats).
+    """
+
+    kind: PolicyKind = "grpo"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None
+    max_completion_length: int | None = None
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k1"
+
+    def limits(self) -> tuple[float, float]:
+        "The two limits with their defaults; raises ValueError for values that clip at the wrong place."
+        return _limits(self.kind, self.epsilon_low, self.epsilon_high)
+
 # %% ../nbs/kernels/01_policy.ipynb #c030-d92448
 def policy_loss(
     logprobs: Float[Tensor, "B T"],
@@ -139,37 +163,34 @@ def policy_loss(
     advantages: Float[Tensor, " B"] | Float[Tensor, "B T"],
     mask: Tensor,
     *,
-    kind: PolicyKind = "grpo",
-    epsilon_low: float = 0.2,
-    epsilon_high: float | None = None,
-    max_completion_length: int | None = None,
+    options: PolicyOptions | None = None,
     ref_logprobs: Float[Tensor, "B T"] | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k1",
     denominator: float | Tensor | None = None,
+    **keywords: Any,
 ) -> PolicyOutput:
     """Clipped policy-gradient loss; `kind` names ratio, clip and mean. Log-probabilities in nats.
 
-    `epsilon_high` defaults to `epsilon_low` (cispo: a cap on the ratio, 5.0). `denominator` overrides the local count
-    of what the kind divides by: scored tokens for bnpo, dapo and cispo, *sequences* for grpo, gspo and dr_grpo
-    (`policy_denominator` counts the right one). Unscored positions are inert, NaN included. Raises
-    ValueError for unequal shapes, an unknown kind, bad limits, `dr_grpo` without `max_completion_length` and
-    `kl_coef` without `ref_logprobs`. Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers in the chapter.
+    `keywords` are fields of `PolicyOptions` and win over `options`. `denominator` overrides the local count of what the
+    kind divides by: scored tokens for bnpo, dapo and cispo, *sequences* for grpo, gspo and dr_grpo (`policy_denominator`
+    counts the right one). Unscored positions are inert, NaN included. Raises ValueError for unequal shapes, an unknown
+    kind, bad limits, `dr_grpo` without `max_completion_length` and `kl_coef` without `ref_logprobs`, TypeError for an
+    unknown option. Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers in the chapter.
     """
-    _check_kind(kind, max_completion_length, kl_coef, ref_logprobs)
+    chosen = replace(options or PolicyOptions(), **keywords)
+    _check_kind(chosen, ref_logprobs)
+    kind, (low, high) = chosen.kind, chosen.limits()
     keep, new, old, adv = _aligned(mask, logprobs, old_logprobs, advantages)
     log_ratio = new - old
     if kind == "gspo":
         log_ratio = (log_ratio.sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)).expand_as(new)
-    low, high = _limits(kind, epsilon_low, epsilon_high)
     per_token, clipped_low, clipped_high = _surrogate(log_ratio, new, adv, kind, low, high)
     metrics = _policy_metrics(log_ratio, old, new, clipped_low, clipped_high, keep)
-    if kl_coef:
-        penalty = kl_penalty(new, _fill(ref_logprobs, keep), kl_estimator)
-        per_token = per_token + kl_coef * penalty
+    if chosen.kl_coef:
+        penalty = kl_penalty(new, _fill(ref_logprobs, keep), chosen.kl_estimator)
+        per_token = per_token + chosen.kl_coef * penalty
         metrics["ref_kl"] = _mean(penalty, keep)
     loss = reduce_tokens(per_token, keep, _REDUCTIONS[kind], denominator)
-    return PolicyOutput(loss / max_completion_length if kind == "dr_grpo" else loss, metrics)
+    return PolicyOutput(loss / chosen.max_completion_length if kind == "dr_grpo" else loss, metrics)
 
 # %% ../nbs/kernels/01_policy.ipynb #c031-0fbb33
 def policy_denominator(mask: Tensor, kind: PolicyKind) -> Tensor:
@@ -177,21 +198,24 @@ def policy_denominator(mask: Tensor, kind: PolicyKind) -> Tensor:
     return mask.bool().sum() if _REDUCTIONS[kind] == "token-mean" else torch.tensor(len(mask), device=mask.device)
 
 # %% ../nbs/kernels/01_policy.ipynb #c033-5b2e32
-def _check_kind(kind: str, max_completion_length: int | None, kl_coef: float, ref_logprobs: Tensor | None) -> None:
+def _check_kind(options: PolicyOptions, ref_logprobs: Tensor | None) -> None:
     "Raise ValueError for combinations that have no meaning."
-    if kind not in _REDUCTIONS:
-        raise ValueError(f"unknown policy kind {kind!r}; known: {', '.join(_REDUCTIONS)}")
-    if kind == "dr_grpo" and not (max_completion_length and max_completion_length > 0):
+    if options.kind not in _REDUCTIONS:
+        raise ValueError(f"unknown policy kind {options.kind!r}; known: {', '.join(_REDUCTIONS)}")
+    longest = options.max_completion_length
+    if options.kind == "dr_grpo" and not (longest and longest > 0):
         raise ValueError(
-            f"dr_grpo divides by a constant: max_completion_length is {max_completion_length}, pass the longest "
+            f"dr_grpo divides by a constant: max_completion_length is {longest}, pass the longest "
             "completion the sampler may produce (the padded width would change from batch to batch)"
         )
-    if kl_coef and ref_logprobs is None:
-        raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs; pass the reference's token log-probabilities or kl_coef=0")
+    if options.kl_coef and ref_logprobs is None:
+        raise ValueError(
+            f"kl_coef={options.kl_coef} needs ref_logprobs; pass the reference's token log-probabilities or kl_coef=0"
+        )
 
 # %% ../nbs/kernels/01_policy.ipynb #c035-865148
 def _aligned(mask: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, ...]:
-    "Mask, log-probs, old log-probs and advantages in one shape, widened, zero outside the mask; only the first carries gradient."
+    "Mask, log-probs, old log-probs, advantages: one shape, widened, zero outside the mask; only log-probs keep a gradient."
     if not logprobs.shape == old_logprobs.shape == mask.shape:
         raise ValueError(
             f"logprobs {tuple(logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and mask {tuple(mask.shape)} "
@@ -217,12 +241,12 @@ def _fill(values: Tensor, keep: Tensor) -> Tensor:
     "`values` in fp32 or wider, zero where not kept."
     if values.shape != keep.shape:
         raise ValueError(f"log-probabilities {tuple(values.shape)} and mask {tuple(keep.shape)} must have one shape")
-    return values.to(torch.promote_types(values.dtype, torch.float32)).masked_fill(~keep, 0.0)
+    return widen(values).masked_fill(~keep, 0.0)
 
 # %% ../nbs/kernels/01_policy.ipynb #c037-d1d2cf
 def _mean(values: Tensor, keep: Tensor) -> Tensor:
     "Detached mean over the kept positions; 0 when there are none."
-    return values.detach().to(torch.promote_types(values.dtype, torch.float32))[keep].sum() / keep.sum().clamp(min=1)
+    return widen(values.detach())[keep].sum() / keep.sum().clamp(min=1)
 
 
 def _policy_metrics(
@@ -252,7 +276,9 @@ def dppo_mask(
     `default_loss_fn` at 559b447.
     """
     if logprobs.shape != inference_logprobs.shape:
-        raise ValueError(f"logprobs {tuple(logprobs.shape)} and inference_logprobs {tuple(inference_logprobs.shape)} must have one shape")
+        raise ValueError(
+            f"logprobs {tuple(logprobs.shape)} and inference_logprobs {tuple(inference_logprobs.shape)} must have one shape"
+        )
     moved = logprobs.detach().exp() - inference_logprobs.detach().exp()
     drop_up = (_per_token(advantages, logprobs) > 0) & (moved > high)
     drop_down = (_per_token(advantages, logprobs) <= 0) & (moved < -low)
@@ -291,7 +317,8 @@ def _trusted_loss(
     loss = per_token.sum()  # zero outside the mask, where all inputs are
     if denominator is not None:
         loss = loss / torch.as_tensor(denominator, device=loss.device).clamp(min=1)
-    metrics = {"is_masked": _mean(~trusted, keep), "ratio_mean": _mean(ratio, keep), "approx_kl": _mean(kl_estimate(old, new, "k3"), keep)}
+    approx_kl = _mean(kl_estimate(old, new, "k3"), keep)
+    metrics = {"is_masked": _mean(~trusted, keep), "ratio_mean": _mean(ratio, keep), "approx_kl": approx_kl}
     return PolicyOutput(loss, metrics)
 
 # %% ../nbs/kernels/01_policy.ipynb #c058-98ddb5
@@ -326,8 +353,7 @@ def length_penalty(x: Float[Tensor, "..."] | float, *, k: float, q: float) -> Fl
     """
     if not k > 0:
         raise ValueError(f"k is {k}; it must be positive (for a straight line use q=0)")
-    x = torch.as_tensor(x)
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = widen(torch.as_tensor(x))
     if not (x >= 0).all():
         raise ValueError(f"effort must be at least 0, got {x.min().item() if x.numel() else x}; check the token counts")
     log_growth = torch.log1p(k * x)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .batch import ComposerDataCollator, DPOPair, pair_ids
-from .forward import causal_lm, eval_mode
+from .forward.states import causal_lm, eval_mode
 from .loss import reference_logprobs
 from .models import cache_dir, fingerprint
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .forward import eval_mode
+from .forward.states import eval_mode
 
 # %% auto #0
 __all__ = ['TeacherKind', 'SelfTeacher']

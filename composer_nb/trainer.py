@@ -29,7 +29,8 @@ from .batch import Alignment, AlignmentError, ComposerDataCollator, DPOPair, Rol
 from .core import token_logprobs
 from .credit import rlsd_advantages, rlsd_mix
 from .diagnostics import collapse_warnings, gradient_cosine, hesitation_rate, hint_leak_rate
-from .forward import Encoded, causal_lm, encode_sequences, encode_shared, eval_mode, head_shortcut
+from .forward.sharing import encode_shared
+from .forward.states import Encoded, causal_lm, encode_sequences, eval_mode, head_shortcut
 from .hints import Placement
 from composer_nb.loss import (
     RETIRED,

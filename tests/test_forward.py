@@ -46,15 +46,15 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from composer_nb import forward
 from composer_nb.forward import (
-    encode_continuations,
-    encode_sequences,
-    encode_shared,
+    continued_forward_pass,
     eval_mode,
+    forward_pass,
     head_shortcut,
     prefix_shortcut,
+    prefixes,
     project,
+    shared_forward_pass,
     shared_prefixes,
 )
 
@@ -144,7 +144,7 @@ def test_shared_prefixes_give_the_models_own_logits_and_gradients(family, side):
     rows = grown()
     ids, mask = padded(rows, side)
     batch, token = predicted(mask)
-    shared = encode_shared(model, ids, mask)
+    shared = shared_forward_pass(model, ids, mask)
     assert prefix_shortcut(model) and shared.positions < shared.plain_positions
     logits = shared.logits(batch, token)
     own = torch.cat([model(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows])
@@ -158,7 +158,7 @@ def test_a_model_whose_cache_cannot_be_shared_runs_plainly(family):
     rows = grown()
     ids, mask = padded(rows)
     batch, token = predicted(mask)
-    shared = encode_shared(model, ids, mask)
+    shared = shared_forward_pass(model, ids, mask)
     assert not prefix_shortcut(model) and shared.positions == ids.numel()
     own = torch.cat([model(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows])
     assert rel(shared.logits(batch, token), own) < 2e-5
@@ -174,7 +174,7 @@ def test_whatever_the_rows_share_every_token_is_answered(rows, side, extra):
     ids, mask = padded(rows, side, extra + (max(map(len, rows)) == 0))
     batch, token = predicted(mask)
     with torch.no_grad():
-        shared = encode_shared(LLAMA, ids, mask)
+        shared = shared_forward_pass(LLAMA, ids, mask)
         assert len(batch) == sum(max(0, len(row) - 1) for row in rows)
         if len(batch):
             own = torch.cat([LLAMA(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows if len(row) > 1])
@@ -240,7 +240,7 @@ def test_positions_are_what_the_body_runs_over(monkeypatch):
         lambda module, args, kwargs: counted.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     try:
-        shared = encode_shared(LLAMA, ids, mask)
+        shared = shared_forward_pass(LLAMA, ids, mask)
     finally:
         handle.remove()
     assert sum(counted) == shared.positions and len(counted) == 3  # prefixes, suffixes, the row on its own
@@ -248,7 +248,7 @@ def test_positions_are_what_the_body_runs_over(monkeypatch):
 
 def test_a_saving_that_does_not_pay_takes_the_plain_pass():
     rows = [[5, *range(10, 40)], [5, *range(20, 50)]]
-    assert encode_shared(LLAMA, *padded(rows)).positions == 62
+    assert shared_forward_pass(LLAMA, *padded(rows)).positions == 62
     assert shared_prefixes(rows).tokens_saved == 1
 
 
@@ -256,7 +256,7 @@ def test_only_what_is_needed_is_kept_and_the_rest_is_refused():
     rows = [[5] * 8 + [9, 10, 11], [5] * 8 + [12, 13], [6] * 9 + [3]]
     ids, mask = padded(rows, "left")
     needed = torch.tensor([8, 9, 10])  # columns of the padded rows
-    whole, part = encode_shared(LLAMA, ids, mask), encode_shared(LLAMA, ids, mask, needed)
+    whole, part = shared_forward_pass(LLAMA, ids, mask), shared_forward_pass(LLAMA, ids, mask, needed)
     batch, token = torch.tensor([0, 0, 1, 2]), torch.tensor([8, 10, 9, 10])
     assert torch.equal(part.logits(batch, token), whole.logits(batch, token))
     assert len(part.states) == 3 + 2 + 1 - 1 < len(whole.states)  # the prefix's last state predicts for two rows
@@ -270,14 +270,14 @@ def test_only_what_is_needed_is_kept_and_the_rest_is_refused():
 def test_first_tokens_and_padding_have_no_predictor(model):
     rows = [[5] * 8 + [9, 10, 11], [5] * 8 + [12, 13]]
     ids, mask = padded(rows)
-    shared = encode_shared(model, ids, mask, torch.tensor([2, 9]))
+    shared = shared_forward_pass(model, ids, mask, torch.tensor([2, 9]))
     for row, column in ((0, 0), (1, 10), (0, -1), (1, 8)):
         with pytest.raises(ValueError, match=f"row {row}, token {column}"):
             shared.logits(torch.tensor([row]), torch.tensor([column]))
     assert shared.logits(torch.tensor([1]), torch.tensor([9])).shape == (1, 64)
     assert shared.logits(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long)).shape == (0, 64)
     with pytest.raises(ValueError, match="needed_from .3,. must hold one column for each of the 2 rows"):
-        encode_shared(model, ids, mask, torch.tensor([1, 2, 3]))
+        shared_forward_pass(model, ids, mask, torch.tensor([1, 2, 3]))
 
 
 def test_real_tokens_may_stand_anywhere():
@@ -286,7 +286,7 @@ def test_real_tokens_may_stand_anywhere():
     columns = [[1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 15], [0, 2, 4, 5, 6, 7, 8, 9, 10, 14]]
     for i, (row, places) in enumerate(zip(rows, columns, strict=True)):
         ids[i, places], mask[i, places] = torch.tensor(row), 1
-    shared = encode_shared(LLAMA, ids, mask)
+    shared = shared_forward_pass(LLAMA, ids, mask)
     assert shared.positions == 8 + 6
     own = LLAMA(input_ids=torch.tensor([rows[1]])).logits[0, [7, 8]]
     assert rel(shared.logits(torch.tensor([1, 1]), torch.tensor([10, 14])), own) < 2e-5
@@ -295,10 +295,10 @@ def test_real_tokens_may_stand_anywhere():
 def test_rows_without_a_token_and_batches_without_a_row_that_has_one():
     rows = [[], [5] * 6 + [3], [5] * 6 + [4, 9], [8]]
     ids, mask = padded(rows)
-    shared = encode_shared(LLAMA, ids, mask)
+    shared = shared_forward_pass(LLAMA, ids, mask)
     own = LLAMA(input_ids=torch.tensor([rows[2]])).logits[0, -2:-1]
     assert rel(shared.logits(torch.tensor([2]), torch.tensor([7])), own) < 2e-5
-    nothing = encode_shared(LLAMA, ids, torch.zeros_like(mask))
+    nothing = shared_forward_pass(LLAMA, ids, torch.zeros_like(mask))
     assert (nothing.slot == -1).all()
 
 
@@ -306,20 +306,20 @@ def test_a_whole_prompt_shared_by_a_pair_has_the_plain_gradient_in_float64():
     model = build(SHARING["gpt2, absolute, float64"])
     ids, mask = padded([[*range(5, 25), 30, 31, 32], [*range(5, 25), 40]])
     batch, token = torch.tensor([0, 0, 0, 1]), torch.tensor([20, 21, 22, 20])
-    shared = encode_shared(model, ids, mask, torch.tensor([20, 20]))
-    plain = encode_sequences(model, ids, mask)
+    shared = shared_forward_pass(model, ids, mask, torch.tensor([20, 20]))
+    plain = forward_pass(model, ids, mask)
     assert shared.positions == 20 + 2 * 3
     ours, theirs = (gradient(model, encoded.logits(batch, token)) for encoded in (shared, plain))
     assert rel(ours, theirs) < 1e-12
-    shared = encode_shared(model, ids, mask, torch.tensor([20, 20]))
+    shared = shared_forward_pass(model, ids, mask, torch.tensor([20, 20]))
     assert rel(gradient(model, project(model, shared.states_at(batch, token))), theirs) < 1e-12
 
 
 def test_no_gradient_is_asked_for_under_no_grad():
     ids, mask = padded(grown())
     with torch.no_grad():
-        assert not encode_shared(LLAMA, ids, mask).states.requires_grad
-    assert encode_shared(LLAMA, ids, mask).states.requires_grad
+        assert not shared_forward_pass(LLAMA, ids, mask).states.requires_grad
+    assert shared_forward_pass(LLAMA, ids, mask).states.requires_grad
 
 
 # --- the check ----------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_odd_models_do_not_raise_and_run_plainly(kind):
     ids, mask = padded(grown())
     batch, token = predicted(mask)
     assert head_shortcut(model) and not prefix_shortcut(model)
-    assert rel(encode_shared(model, ids, mask).logits(batch, token), encode_sequences(model, ids, mask).logits(batch, token)) == 0
+    assert rel(shared_forward_pass(model, ids, mask).logits(batch, token), forward_pass(model, ids, mask).logits(batch, token)) == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), AttributeError("x"), NotImplementedError("x"), RuntimeError("x")])  # fmt: skip
@@ -391,10 +391,10 @@ def test_caches_of_another_kind_are_not_repeated():
 
     cache = DynamicCache()
     with pytest.raises(ValueError, match="no layers"):
-        forward._select_rows(cache, torch.tensor([0]))
+        prefixes._select_rows(cache, torch.tensor([0]))
     cache.layers = [DynamicLayer(), Running()]
     with pytest.raises(ValueError, match="Running"):
-        forward._select_rows(cache, torch.tensor([0]))
+        prefixes._select_rows(cache, torch.tensor([0]))
 
 
 def test_dropout_does_not_fail_the_check():
@@ -407,7 +407,7 @@ def test_out_of_memory_is_raised_and_not_remembered():
     model.error = torch.OutOfMemoryError("full")
     with pytest.raises(torch.OutOfMemoryError):
         prefix_shortcut(model)
-    assert model not in forward._PREFIX
+    assert model not in prefixes._PREFIX
 
 
 def test_a_module_that_is_no_language_model():
@@ -426,7 +426,7 @@ def test_a_bent_head_gives_logits_but_no_states():
     model.forward = bent.__get__(model)
     ids, mask = padded(grown())
     batch, token = predicted(mask)
-    shared, whole = encode_shared(model, ids, mask), encode_sequences(model, ids, mask)
+    shared, whole = shared_forward_pass(model, ids, mask), forward_pass(model, ids, mask)
     assert not prefix_shortcut(model) and not shared.shortcut
     own = model(input_ids=ids, attention_mask=mask).logits[batch, token - 1]
     assert rel(shared.logits(batch, token), own) < 2e-5
@@ -438,7 +438,7 @@ def test_a_bent_head_gives_logits_but_no_states():
 def test_states_at_of_one_plain_pass():
     ids, mask = padded(grown(), "left")
     batch, token = predicted(mask)
-    encoded = encode_sequences(LLAMA, ids, mask)
+    encoded = forward_pass(LLAMA, ids, mask)
     assert torch.equal(project(LLAMA, encoded.states_at(batch, token)), encoded.logits(batch, token))
 
 
@@ -448,9 +448,9 @@ def test_gradient_checkpointing_is_looked_at_in_every_call():
     batch, token = predicted(mask)
     model.gradient_checkpointing_enable()
     seen = [prefix_shortcut(model.train()), prefix_shortcut(model.eval())]
-    theirs = gradient(model, encode_sequences(model, ids, mask).logits(batch, token))
+    theirs = gradient(model, forward_pass(model, ids, mask).logits(batch, token))
     for training in (True, False):
-        shared = encode_shared(model.train(training), ids, mask)
+        shared = shared_forward_pass(model.train(training), ids, mask)
         assert (shared.positions == ids.numel()) == training
         assert rel(gradient(model, shared.logits(batch, token)), theirs) < 2e-5
     model.gradient_checkpointing_disable()
@@ -482,11 +482,11 @@ def test_eval_mode_is_left_again_when_something_raises():
 
 def test_the_memory_of_the_check_does_not_keep_models_alive():
     model = build(SHARING["llama"])
-    assert prefix_shortcut(model) and model in forward._PREFIX
-    before = len(forward._PREFIX)
+    assert prefix_shortcut(model) and model in prefixes._PREFIX
+    before = len(prefixes._PREFIX)
     del model
     gc.collect()
-    assert len(forward._PREFIX) < before
+    assert len(prefixes._PREFIX) < before
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10.0}
@@ -500,15 +500,15 @@ def test_frequencies_that_depend_on_the_length_are_not_mixed(rope, longest, monk
     for rows, shares in ((short, True), (long, False)):
         ids, mask = padded(rows)
         batch, token = predicted(mask)
-        shared = encode_shared(model, ids, mask)
+        shared = shared_forward_pass(model, ids, mask)
         assert (shared.positions < ids.numel()) == shares
         own = model(input_ids=ids, attention_mask=mask).logits[batch, token - 1]
         assert rel(shared.logits(batch, token), own) < 2e-5
     mask_of_tail = torch.ones_like(ids[:, 15:])
-    following = encode_continuations(model, ids[:1, :15], mask[:1, :15], ids[:, 15:], mask_of_tail, torch.tensor([0, 0]))
+    following = continued_forward_pass(model, ids[:1, :15], mask[:1, :15], ids[:, 15:], mask_of_tail, torch.tensor([0, 0]))
     assert following.positions == following.plain_positions
-    monkeypatch.setattr(forward, "_rope_limit", lambda config: float("inf"))
-    assert rel(encode_shared(model, ids, mask).logits(batch, token), own) > 1e-3  # what the guard prevents
+    monkeypatch.setattr(prefixes, "_rope_limit", lambda config: float("inf"))
+    assert rel(shared_forward_pass(model, ids, mask).logits(batch, token), own) > 1e-3  # what the guard prevents
 
 
 @pytest.mark.parametrize(
@@ -524,15 +524,15 @@ def test_frequencies_that_depend_on_the_length_are_not_mixed(rope, longest, monk
     ],
 )  # fmt: skip
 def test_the_longest_row_whose_frequencies_are_fixed(rope, limit):
-    assert forward._rope_limit(SimpleNamespace(rope_parameters=rope, max_position_embeddings=32)) == limit
+    assert prefixes._rope_limit(SimpleNamespace(rope_parameters=rope, max_position_embeddings=32)) == limit
 
 
 def test_agreement_is_as_wide_as_the_dtype():
     own = torch.ones(100)
-    assert forward._agree(own + 1e-5, own) and not forward._agree(own + 1e-3, own)
+    assert prefixes._agree(own + 1e-5, own) and not prefixes._agree(own + 1e-3, own)
     half = own.bfloat16()
-    assert forward._agree(half + 0.01, half) and not forward._agree(half + 0.1, half)
-    assert not forward._agree(own * float("nan"), own) and not forward._agree(own, own * float("nan"))
+    assert prefixes._agree(half + 0.01, half) and not prefixes._agree(half + 0.1, half)
+    assert not prefixes._agree(own * float("nan"), own) and not prefixes._agree(own, own * float("nan"))
 
 
 # --- wrappers and precision ---------------------------------------------------------------------------------
@@ -548,22 +548,22 @@ def test_adapters_and_wrappers_are_seen_through():
     wrapped = nn.Module()
     wrapped.module = student
     own = student(input_ids=ids, attention_mask=mask).logits[batch, token - 1]
-    shared = encode_shared(wrapped, ids, mask)
+    shared = shared_forward_pass(wrapped, ids, mask)
     assert shared.positions < ids.numel() and rel(shared.logits(batch, token), own) < 2e-5
     with student.disable_adapter():
-        off = encode_shared(student, ids, mask).logits(batch, token)
+        off = shared_forward_pass(student, ids, mask).logits(batch, token)
     assert rel(off, LLAMA(input_ids=ids, attention_mask=mask).logits[batch, token - 1]) < 2e-5 < rel(off, own)
 
 
 def test_bf16_weights_and_autocast_share_too():
     ids, mask = padded(grown())
     batch, token = predicted(mask)
-    exact = encode_sequences(LLAMA, ids, mask).logits(batch, token)
+    exact = forward_pass(LLAMA, ids, mask).logits(batch, token)
     half = build(SHARING["llama"]).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         fresh = build(SHARING["llama"])  # so that the check itself runs under autocast
-        cast = encode_shared(fresh, ids, mask)
-    shared = encode_shared(half, ids, mask)
+        cast = shared_forward_pass(fresh, ids, mask)
+    shared = shared_forward_pass(half, ids, mask)
     for encoded in (shared, cast):
         assert encoded.positions < ids.numel()
         assert rel(encoded.logits(batch, token).float(), exact) < 0.05
@@ -575,7 +575,7 @@ def test_bf16_weights_and_autocast_share_too():
 def continued(model, prefixes, suffixes, owner, side="right", other="right"):
     ids, mask = padded(prefixes, side, extra=2)
     more, more_mask = padded(suffixes, other, extra=1)
-    encoded = encode_continuations(model, ids, mask, more, more_mask, torch.tensor(owner))
+    encoded = continued_forward_pass(model, ids, mask, more, more_mask, torch.tensor(owner))
     batch = torch.tensor([i for i, row in enumerate(suffixes) for _ in row], dtype=torch.long)
     token = torch.tensor([t for row in suffixes for t in range(len(row))], dtype=torch.long)
     own = [model(input_ids=torch.tensor([prefixes[p] + row])).logits[0, len(prefixes[p]) - 1 : -1] for p, row in zip(owner, suffixes, strict=True)]  # fmt: skip
@@ -606,7 +606,7 @@ def test_continuations_name_what_does_not_fit():
     ids, mask = padded(PREFIXES)
     more, more_mask = padded(SUFFIXES)
     owner = torch.tensor(OWNER)
-    encoded = encode_continuations(LLAMA, ids, mask, more, more_mask, owner)
+    encoded = continued_forward_pass(LLAMA, ids, mask, more, more_mask, owner)
     for row, column in ((1, 1), (3, 0), (0, -1)):
         with pytest.raises(ValueError, match=f"row {row}, token {column}"):
             encoded.states_at(torch.tensor([row]), torch.tensor([column]))
@@ -620,7 +620,7 @@ def test_continuations_name_what_does_not_fit():
         ((ids, mask[:, 1:], more, more_mask, owner), "must have one shape"),
     ):
         with pytest.raises(ValueError, match=says):
-            encode_continuations(LLAMA, *arguments)
+            continued_forward_pass(LLAMA, *arguments)
 
 
 def test_the_tiny_model_of_the_other_tests_shares():

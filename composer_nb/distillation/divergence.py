@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..core import Reduction, gather_rows, reduce_tokens, token_logprobs
+from ..core import Reduction, gather_rows, reduce_tokens, token_logprobs, widen
 
 # %% auto #0
 __all__ = ['LOG_FLOOR', 'TopK', 'IGNORE_INDEX', 'generalized_jsd', 'restrict', 'sampled_reverse_kl', 'importance_weight',
-           'generalized_jsd_loss']
+           'DivergenceOptions', 'generalized_jsd_loss']
 
 # %% ../../nbs/kernels/03_divergence.ipynb #c006-ab8ed7
 LOG_FLOOR = -1e4  # a forbidden token (logit -inf) keeps probability exactly 0 and a finite log
@@ -57,12 +58,15 @@ def restrict(
     source: TopK = "student",
     tail: bool = True,
 ) -> tuple[Float[Tensor, "... K"], Float[Tensor, "... K"]]:
-    "Log-probs of both sides on a common support: the whole vocabulary, or one side's top k plus a tail bucket or renormalised."
+    """Log-probs of both sides on a common support, in fp32 or wider.
+
+    That is the whole vocabulary, or one side's top k, with the rest in one tail bucket or renormalised away.
+    """
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
             f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} must be scored on the same tokens"
         )
-    s, t = _wide(student_logits).log_softmax(-1), _wide(teacher_logits).log_softmax(-1)
+    s, t = widen(student_logits).log_softmax(-1), widen(teacher_logits).log_softmax(-1)
     if top_k is None:
         return s, t
     if not 1 <= top_k <= s.shape[-1]:
@@ -74,11 +78,6 @@ def restrict(
     return (_with_tail(s), _with_tail(t)) if tail else (s.log_softmax(-1), t.log_softmax(-1))
 
 
-def _wide(logits: Tensor) -> Tensor:
-    "fp32 for 16-bit logits, unchanged otherwise."
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
 def _with_tail(logp: Float[Tensor, "... K"]) -> Float[Tensor, "... K+1"]:
     "Append the log of the mass that the top k leave over (kept above rounding, as SDPO and TRL do)."
     mass = logp.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
@@ -88,7 +87,7 @@ def _with_tail(logp: Float[Tensor, "... K"]) -> Float[Tensor, "... K+1"]:
 def sampled_reverse_kl(
     student_logp: Float[Tensor, "..."], teacher_logp: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    "Per-token surrogate whose gradient is a one-sample estimate of that of KL(S||T), from log-probs of the sampled tokens."
+    "Per-token surrogate from log-probs of the sampled tokens; its gradient is a one-sample estimate of that of KL(S||T)."
     return (student_logp - teacher_logp).detach() * student_logp
 
 # %% ../../nbs/kernels/03_divergence.ipynb #c023-dd3316
@@ -100,60 +99,8 @@ def importance_weight(
         raise ValueError(f"the importance-weight cap must be positive, got {cap}")
     return (logp - old_logp).detach().clamp(-20.0, 20.0).exp().clamp(max=cap)
 
-# %% ../../nbs/kernels/03_divergence.ipynb #c026-5901d9
+# %% ../../nbs/kernels/03_divergence.ipynb #a844f012
 IGNORE_INDEX = -100
-
-
-def generalized_jsd_loss(
-    student_logits: Float[Tensor, "B T V"],
-    teacher_logits: Float[Tensor, "B T V"],
-    labels: Int[Tensor, "B T"] | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    token_clip: float | None = None,
-    *,
-    mask: Tensor | None = None,
-    top_k: int | None = None,
-    top_k_source: TopK = "student",
-    tail: bool = True,
-    entry_clip: float | None = None,
-    sampled: bool = False,
-    old_logprobs: Float[Tensor, "B T"] | None = None,
-    is_cap: float | None = None,
-    weight: Float[Tensor, "B T"] | None = None,
-    sample_mask: Tensor | None = None,
-    reduction: Reduction = "token-mean",
-    denominator: float | Tensor | None = None,
-) -> Float[Tensor, ""]:
-    """Distillation loss in nats per scored token. Logits at position t must already be those that predict `labels[:, t]`.
-
-    `temperature` divides both sides; `token_clip` caps each token's divergence after the sum, `entry_clip` each entry
-    before it; `sampled` uses only `labels` (beta 1); `old_logprobs` with `is_cap` adds the truncated importance weight
-    (or give any detached `weight`); `sample_mask` (B,) drops whole rows. Gradient flows into `student_logits` only.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if student_logits.shape != teacher_logits.shape:
-        raise ValueError(
-            f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} must be scored on the same tokens"
-        )
-    scored = _scored(student_logits, labels, mask, sample_mask)
-    s = gather_rows(student_logits, scored) / temperature
-    t = gather_rows(teacher_logits.detach(), scored) / temperature
-    if sampled:
-        per_token = _sampled_loss(s, t, labels, scored, beta)
-    else:
-        per_token = generalized_jsd(*restrict(s, t, top_k=top_k, source=top_k_source, tail=tail), beta, entry_clip=entry_clip)
-    if token_clip is not None:
-        per_token = per_token.clamp(max=token_clip)
-    if is_cap is not None:
-        if old_logprobs is None or labels is None:
-            raise ValueError("is_cap needs both old_logprobs and labels (the tokens that were sampled)")
-        per_token = per_token * importance_weight(token_logprobs(s, labels[scored]), old_logprobs[scored], is_cap)
-    if weight is not None:
-        per_token = per_token * weight[scored].detach()
-    grid = per_token.new_zeros(scored.shape).masked_scatter(scored, per_token)
-    return reduce_tokens(grid, scored, reduction, denominator)
 
 
 def _scored(logits: Tensor, labels: Tensor | None, mask: Tensor | None, sample_mask: Tensor | None) -> Tensor:
@@ -170,9 +117,84 @@ def _scored(logits: Tensor, labels: Tensor | None, mask: Tensor | None, sample_m
         scored &= sample_mask.bool().unsqueeze(-1)
     return scored
 
+# %% ../../nbs/kernels/03_divergence.ipynb #e3be4931
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DivergenceOptions:
+    """What a distillation loss may be asked for besides direction, temperature and the clip of a token.
 
-def _sampled_loss(s: Tensor, t: Tensor, labels: Tensor | None, scored: Tensor, beta: float) -> Tensor:
+    The support: `top_k` entries of one side (`top_k_source`), with or without a `tail` bucket; `entry_clip` caps each
+    vocabulary entry before the sum; `sampled` uses only the sampled tokens (beta 1). The batch: `old_logprobs` (B, T) with
+    `is_cap` add the truncated importance weight, `sample_mask` (B,) drops whole rows. The mean: `reduction` and
+    `denominator` as for `core.reduce_tokens`.
+    """
+
+    top_k: int | None = None
+    top_k_source: TopK = "student"
+    tail: bool = True
+    entry_clip: float | None = None
+    sampled: bool = False
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    is_cap: float | None = None
+    sample_mask: Tensor | None = None
+    reduction: Reduction = "token-mean"
+    denominator: float | Tensor | None = None
+
+# %% ../../nbs/kernels/03_divergence.ipynb #1ebb89a2
+def _row_divergence(s: Tensor, t: Tensor, ids: Tensor | None, beta: float, options: DivergenceOptions) -> Float[Tensor, " N"]:
+    "Divergence of each scored row, in the variant that the options name."
+    if options.sampled:
+        return _sampled_loss(s, t, ids, beta)
+    both = restrict(s, t, top_k=options.top_k, source=options.top_k_source, tail=options.tail)
+    return generalized_jsd(*both, beta, entry_clip=options.entry_clip)
+
+
+def _sampled_loss(s: Tensor, t: Tensor, ids: Tensor | None, beta: float) -> Float[Tensor, " N"]:
     "Sampled-token estimator on the scored rows; it exists for KL(S||T) only."
-    if labels is None or beta != 1.0:
+    if ids is None or beta != 1.0:
         raise ValueError(f"the sampled-token estimator needs labels and beta=1 (KL(S||T)), got beta={beta}")
-    return sampled_reverse_kl(token_logprobs(s, labels[scored]), token_logprobs(t, labels[scored]))
+    return sampled_reverse_kl(token_logprobs(s, ids), token_logprobs(t, ids))
+
+# %% ../../nbs/kernels/03_divergence.ipynb #c026-5901d9
+def generalized_jsd_loss(
+    student_logits: Float[Tensor, "B T V"],
+    teacher_logits: Float[Tensor, "B T V"],
+    labels: Int[Tensor, "B T"] | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    token_clip: float | None = None,
+    *,
+    mask: Tensor | None = None,
+    weight: Float[Tensor, "B T"] | None = None,
+    options: DivergenceOptions | None = None,
+    **keywords: Any,
+) -> Float[Tensor, ""]:
+    """Distillation loss in nats per scored token. Logits at position t must already be those that predict `labels[:, t]`.
+
+    `temperature` divides both sides; `token_clip` caps each token's divergence after the sum; `weight` multiplies it,
+    detached. `keywords` are fields of `DivergenceOptions` and win over `options`; an unknown one raises TypeError.
+    Gradient flows into `student_logits` only.
+    """
+    chosen = replace(options or DivergenceOptions(), **keywords)
+    _check_logits(student_logits, teacher_logits, temperature)
+    scored = _scored(student_logits, labels, mask, chosen.sample_mask)
+    s = gather_rows(student_logits, scored) / temperature
+    t = gather_rows(teacher_logits.detach(), scored) / temperature
+    ids = None if labels is None else labels[scored]
+    per_token = _row_divergence(s, t, ids, beta, chosen)
+    if token_clip is not None:
+        per_token = per_token.clamp(max=token_clip)
+    if chosen.is_cap is not None:
+        if chosen.old_logprobs is None or ids is None:
+            raise ValueError("is_cap needs both old_logprobs and labels (the tokens that were sampled)")
+        per_token = per_token * importance_weight(token_logprobs(s, ids), chosen.old_logprobs[scored], chosen.is_cap)
+    if weight is not None:
+        per_token = per_token * weight[scored].detach()
+    grid = per_token.new_zeros(scored.shape).masked_scatter(scored, per_token)
+    return reduce_tokens(grid, scored, chosen.reduction, chosen.denominator)
+
+# %% ../../nbs/kernels/03_divergence.ipynb #0f77456e
+def _check_logits(student: Tensor, teacher: Tensor, temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if student.shape != teacher.shape:
+        raise ValueError(f"student {tuple(student.shape)} and teacher {tuple(teacher.shape)} must be scored on the same tokens")

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..core import entropy
+from ..core import entropy, widen
 from .divergence import LOG_FLOOR, generalized_jsd
 from .taid import mean_over_scored, scored_logits
 
@@ -21,8 +21,7 @@ __all__ = ['entropy_aware_opd_loss', 'teacher_entropy', 'entropy_gate', 'eopd_lo
 # %% ../../nbs/kernels/06_entropy_opd.ipynb #c006-3d0ebe
 def teacher_entropy(teacher_logits: Float[Tensor, "... V"]) -> Float[Tensor, "..."]:
     "Entropy in nats of the teacher over its full vocabulary, detached; forbidden tokens (logit -inf) count as probability 0."
-    wide = teacher_logits.detach().to(torch.promote_types(teacher_logits.dtype, torch.float32))
-    return entropy(wide.clamp(min=LOG_FLOOR)).clamp(min=0.0)
+    return entropy(widen(teacher_logits.detach()).clamp(min=LOG_FLOOR)).clamp(min=0.0)
 
 
 def entropy_gate(teacher_logits: Float[Tensor, "... V"], threshold: float = 0.8) -> Bool[Tensor, "..."]:
@@ -66,11 +65,13 @@ def entropy_blend_loss(
 ) -> Float[Tensor, ""]:
     """Forward and reverse KL (nats per scored token) mixed per token by the teacher's entropy over `h_max` (log V).
 
-    The original framework's variant, not the published Entropy-Aware OPD (that is `eopd_loss`). Raises ValueError for
+    Not the published Entropy-Aware OPD (that is `eopd_loss`). Raises ValueError for
     `h_max <= 0` or unequal shapes.
     """
     if h_max is not None and not h_max > 0:
-        raise ValueError(f"h_max is {h_max}; it is the entropy in nats at which the blend is all forward KL, and positive")
+        raise ValueError(
+            f"h_max is {h_max}; it is the entropy in nats at which the blend is all forward KL, and positive"
+        )
     student, teacher = scored_logits(student_logits, teacher_logits, mask)
     weight = (teacher_entropy(teacher) / (math.log(teacher.shape[-1]) if h_max is None else h_max)).clamp(0.0, 1.0)
     s, t = student.log_softmax(-1), teacher.log_softmax(-1)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core import wide_dtype
+
 # %% auto #0
 __all__ = ['RowWeight', 'Head', 'View', 'Step', 'divergence_step', 'autograd_step', 'chunk_rows', 'streamed_loss',
            'fused_divergence_loss']
@@ -36,8 +38,11 @@ class Head:
 
     def reads_like(self, other: Head) -> bool:
         "Whether both read the same memory in the same way."
-        mine, theirs = ([None if x is None else (x.data_ptr(), x.shape, x.dtype) for x in (h.weight, h.bias)] for h in (self, other))
-        return mine == theirs and (self.scale, self.softcap) == (other.scale, other.softcap)
+        same = (self.scale, self.softcap) == (other.scale, other.softcap)
+        return same and self._memory() == other._memory()
+
+    def _memory(self) -> list[tuple[int, torch.Size, torch.dtype] | None]:
+        return [None if x is None else (x.data_ptr(), x.shape, x.dtype) for x in (self.weight, self.bias)]
 
     def detach(self) -> Head:
         "The same memory without gradient, as it is now."
@@ -64,7 +69,7 @@ def _dot(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
     "Row-wise inner products, (rows, 1), summed pairwise: a running sum in fp32 over a whole vocabulary loses digits."
     return torch.mul(a, b, out=room).sum(-1, keepdim=True)
 
-
+# %% ../../nbs/kernels/04_fused.ipynb #dbaa95c2
 def _divergence_rows(s: Tensor, t: Tensor, beta: float, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """D_beta in nats and what the gradient still lacks, (rows, 1) each, from logits in bits.
 
@@ -82,7 +87,8 @@ def _divergence_rows(s: Tensor, t: Tensor, beta: float, scratch: Tensor) -> tupl
         inner = _dot(S, t, s) / sum_s
         torch.sub(S.mul_(inner), s, out=s)
         return -math.log(2) * (inner + shift), math.log(2) / sum_s
-    t.add_(shift + math.log2(beta / (1 - beta))).clamp_(max=126.0)  # log2 of the odds; beyond 2^126 the student's mass is nothing
+    # log2 of the odds; beyond 2^126 the student's mass is nothing
+    t.add_(shift + math.log2(beta / (1 - beta))).clamp_(max=126.0)
     torch.exp2(t, out=L).log1p_()
     inner = _dot(S, L, s) / sum_s
     torch.sub(S.mul_(inner), s, out=s)
@@ -97,13 +103,15 @@ _BLOCK = 3 * 2**16  # logits worked on at a time: a few MiB with the scratch, wh
 
 @dataclass(frozen=True)
 class Step:
-    "`run(student_logits, teacher_logits, rows)` -> (sum of the loss, factor per row or None), on logits multiplied by `scale`."
+    "`run(student_logits, teacher_logits, rows)`: sum of the loss, factor per row or None; logits come multiplied by `scale`."
 
     run: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
     scale: float = 1.0
 
-
-def divergence_step(beta: float, temperature: float = 1.0, token_clip: float | None = None, weight: RowWeight | None = None) -> Step:
+# %% ../../nbs/kernels/04_fused.ipynb #700b66b7
+def divergence_step(
+    beta: float, temperature: float = 1.0, token_clip: float | None = None, weight: RowWeight | None = None
+) -> Step:
     """Closed-form step for the sum over rows of `weight * min(D_beta, token_clip)`, logits divided by `temperature`.
 
     `weight(student_logits, teacher_logits, rows)` gives one number per row from logits not yet divided, or None for all 1.
@@ -115,7 +123,8 @@ def divergence_step(beta: float, temperature: float = 1.0, token_clip: float | N
         weights = s.new_ones(len(s), 1) if given is None else given.to(s.dtype).unsqueeze(1)
         height = len(s) if s.is_cuda else min(len(s), max(1, _BLOCK // s.shape[1]))
         scratch = s.new_empty(3, height, s.shape[1])
-        blocks = [_divergence_rows(s[top:top + height], t[top:top + height], beta, scratch) for top in range(0, len(s), height)]
+        tops = range(0, len(s), height)
+        blocks = [_divergence_rows(s[top:top + height], t[top:top + height], beta, scratch) for top in tops]
         values, factor = (torch.cat(column) for column in zip(*blocks))
         factor *= weights / temperature
         if token_clip is None:
@@ -124,9 +133,9 @@ def divergence_step(beta: float, temperature: float = 1.0, token_clip: float | N
 
     return Step(run, scale)
 
-
+# %% ../../nbs/kernels/04_fused.ipynb #f0fd35a5
 def autograd_step(chunk_loss: Callable[[Tensor, Tensor, slice], Tensor]) -> Step:
-    "A step from any loss `chunk_loss(student_logits, teacher_logits, rows)` that is a sum over rows; autograd inside the chunk."
+    "A step from any sum over rows `chunk_loss(student_logits, teacher_logits, rows)`; autograd inside the chunk."
 
     def run(s: Tensor, t: Tensor, rows: slice) -> tuple[Tensor, None]:
         logits = s.detach().requires_grad_()
@@ -140,7 +149,8 @@ def autograd_step(chunk_loss: Callable[[Tensor, Tensor, slice], Tensor]) -> Step
 
 # %% ../../nbs/kernels/04_fused.ipynb #c015-de1ce4
 _VOCAB_BLOCK = 8192
-_WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)  # torch.mm writes fp32 from 16 bits on a GPU
+# From 2.8 on torch.mm writes fp32 from 16 bits on a GPU.
+_WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,7 +169,7 @@ def _products_into(out: Tensor, hidden: Tensor, weight: Tensor, scale: float) ->
         for top in range(0, len(weight), _VOCAB_BLOCK):
             out[:, top:top + _VOCAB_BLOCK] = wide @ weight[top:top + _VOCAB_BLOCK].to(out.dtype).t()
 
-
+# %% ../../nbs/kernels/04_fused.ipynb #96650e55
 def _hidden_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     "gradient (N, V) @ weight (V, D), accumulated in gradient's type."
     if weight.dtype == gradient.dtype:
@@ -198,18 +208,42 @@ def _slope(logits: Tensor, head: Head, scale: float) -> Tensor:
     "Derivative of the soft cap at finished logits, in place."
     return logits.div_(head.softcap * scale).square_().neg_().add_(1.0)
 
-# %% ../../nbs/kernels/04_fused.ipynb #c018-c7bc19
+# %% ../../nbs/kernels/04_fused.ipynb #68319c5c
+class _Gradients:
+    "Room for the gradients of hidden states, weight and bias, each only if it is wanted; filled chunk by chunk."
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool, bool]) -> None:
+        wide = wide_dtype(weight.dtype)
+        self.hidden = torch.empty_like(hidden) if wants[0] else None
+        self.weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=wide) if wants[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if wants[2] else None
+
+    def add(self, logits: Tensor, weight: Tensor, hidden: Tensor, rows: slice, factor: Tensor | float) -> None:
+        "Take over a chunk's gradient of the logits, which still lacks `factor`; spoils it."
+        if self.hidden is not None:
+            self.hidden[rows] = _hidden_gradient(logits, weight).mul_(factor)
+        if self.weight is not None:
+            _add_weight_gradient(self.weight, logits, hidden[rows], factor, fresh=rows.start == 0)
+        if self.bias is not None:
+            self.bias += logits.mul_(factor).sum(0)
+
+    def as_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        "All three in the types of what they belong to."
+        d_weight = None if self.weight is None else self.weight.to(weight.dtype)
+        return self.hidden, d_weight, None if self.bias is None else self.bias.to(bias.dtype)
+
+# %% ../../nbs/kernels/04_fused.ipynb #0dd9a09e
 class _Stream(torch.autograd.Function):
     "The loss of all rows; their gradients are made on the way."
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, teachers: Sequence[View], step: Step,
-                count: Tensor, chunk: int, wants: tuple[bool, bool, bool]) -> Tensor:
-        wide = torch.promote_types(weight.dtype, torch.float32)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, teachers: Sequence[View], step: Step,
+        count: Tensor, chunk: int, wants: tuple[bool, bool, bool],
+    ) -> Tensor:
+        wide = wide_dtype(weight.dtype)
         read = _reader(head, teachers, step.scale, hidden.new_empty(0, dtype=wide), min(chunk, len(hidden)))
-        d_hidden = torch.empty_like(hidden) if wants[0] else None
-        d_weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=wide) if wants[1] else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if wants[2] else None
+        gradients = _Gradients(hidden, weight, bias, wants)
         total = torch.zeros((), dtype=torch.float64 if hidden.device.type == "cpu" else wide, device=hidden.device)
         for top in range(0, len(hidden), chunk):
             rows = slice(top, min(top + chunk, len(hidden)))
@@ -219,24 +253,20 @@ class _Stream(torch.autograd.Function):
             total += part
             if slope is not None:
                 s.mul_(slope)
-            factor = (head.scale if factor is None else factor * head.scale) / count
-            if wants[0]:
-                d_hidden[rows] = _hidden_gradient(s, weight).mul_(factor)
-            if wants[1]:
-                _add_weight_gradient(d_weight, s, hidden[rows], factor, fresh=top == 0)
-            if wants[2]:
-                d_bias += s.mul_(factor).sum(0)
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype))
+            gradients.add(s, weight, hidden, rows, (head.scale if factor is None else factor * head.scale) / count)
+        ctx.save_for_backward(*gradients.as_parameters(weight, bias))
         return (total / count).to(wide)
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("the fused divergence has no second derivative: leave out create_graph, or use generalized_jsd_loss on logits")
+            raise RuntimeError(
+                "the fused divergence has no second derivative: leave out create_graph, or use generalized_jsd_loss on logits"
+            )
         same = scale.device.type == "cpu" and scale.item() == 1.0  # then the gradients go out as they are, without a copy
         return (*(g if g is None or same else g * scale.to(g.dtype) for g in ctx.saved_tensors), *[None] * 6)
 
-
+# %% ../../nbs/kernels/04_fused.ipynb #4c35c9a9
 def _reader(
     head: Head, teachers: Sequence[View], scale: float, like: Tensor, height: int
 ) -> Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]:
@@ -263,14 +293,22 @@ def _reader(
 
 # %% ../../nbs/kernels/04_fused.ipynb #c020-4389d6
 def chunk_rows(rows: int, vocabulary: int, *, smallest: int = 46 * 2**20, largest: int = 320 * 2**20) -> int:
-    "Rows to stream at a time: a quarter of all, but two fp32 buffers of logits between `smallest` and `largest` bytes; in equal parts."
+    """Rows to stream at a time, in equal parts: a quarter of all, within bounds.
+
+    Two fp32 buffers of logits take between `smallest` and `largest` bytes.
+    """
     per_row = 8 * vocabulary
     wished = max(1, min(max(-(-rows // 4), smallest // per_row), largest // per_row))
     return max(1, -(-rows // -(-rows // wished))) if rows else 1
 
-
+# %% ../../nbs/kernels/04_fused.ipynb #01225987
 def streamed_loss(
-    student: View, teachers: View | Sequence[View], step: Step, *, denominator: float | Tensor | None = None, chunk: int | None = None
+    student: View,
+    teachers: View | Sequence[View],
+    step: Step,
+    *,
+    denominator: float | Tensor | None = None,
+    chunk: int | None = None,
 ) -> Float[Tensor, ""]:
     """Sum of `step` over chunks of rows, divided by `denominator` (default: the number of rows, at least 1).
 
@@ -278,21 +316,27 @@ def streamed_loss(
     ValueError when rows or vocabularies differ, and RuntimeError when a second derivative is asked for.
     """
     teachers = [teachers] if isinstance(teachers, View) else list(teachers)
-    for view in teachers:
-        if len(view.hidden) != len(student.hidden) or len(view.head.weight) != len(student.head.weight):
-            raise ValueError(
-                f"student and teacher need the same rows and vocabulary: {len(student.hidden)} rows of {len(student.head.weight)} "
-                f"against {len(view.hidden)} of {len(view.head.weight)}"
-            )
+    _check_views(student, teachers)
     head, hidden = student.head, student.hidden.to(student.head.weight.dtype)
     wants = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, head.weight, head.bias))
     views = [View(view.hidden.detach(), view.head, view.share) for view in teachers]
-    wide = torch.promote_types(head.weight.dtype, torch.float32)
-    count = torch.as_tensor(len(hidden) if denominator is None else denominator, device=hidden.device).clamp(min=1).to(wide)
+    count = torch.as_tensor(len(hidden) if denominator is None else denominator, device=hidden.device).clamp(min=1)
+    count = count.to(wide_dtype(head.weight.dtype))
+    height = chunk or chunk_rows(len(hidden), len(head.weight))
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Stream.apply(hidden, head.weight, head.bias, head, views, step, count, chunk or chunk_rows(len(hidden), len(head.weight)), wants)
+        return _Stream.apply(hidden, head.weight, head.bias, head, views, step, count, height, wants)
 
 
+def _check_views(student: View, teachers: Sequence[View]) -> None:
+    "Raise ValueError unless all sides have the same rows and the same vocabulary."
+    own = len(student.hidden), len(student.head.weight)
+    for view in teachers:
+        if (other := (len(view.hidden), len(view.head.weight))) != own:
+            raise ValueError(
+                f"student and teacher need the same rows and vocabulary: {own[0]} rows of {own[1]} against {other[0]} of {other[1]}"
+            )
+
+# %% ../../nbs/kernels/04_fused.ipynb #fa6416e3
 def fused_divergence_loss(
     student: View,
     teachers: View | Sequence[View],
@@ -315,5 +359,6 @@ def fused_divergence_loss(
         raise ValueError(f"temperature must be positive, got {temperature}")
     if weight is not None and weight.shape != student.hidden.shape[:1]:
         raise ValueError(f"weight {tuple(weight.shape)} must give one number for each of the {len(student.hidden)} rows")
-    step = divergence_step(beta, temperature, token_clip, None if weight is None else lambda s, t, rows: weight.detach()[rows])
+    row_weight = None if weight is None else lambda s, t, rows: weight.detach()[rows]
+    step = divergence_step(beta, temperature, token_clip, row_weight)
     return streamed_loss(student, teachers, step, denominator=denominator, chunk=chunk)

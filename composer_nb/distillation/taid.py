@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core import gather_rows, reduce_tokens
+from ..core import gather_rows, reduce_tokens, widen
 from .divergence import LOG_FLOOR
 
 # %% auto #0
-__all__ = ['scored_logits', 'mean_over_scored', 'taid_loss', 'TAIDScheduler']
+__all__ = ['scored_logits', 'mean_over_scored', 'taid_loss', 'TAIDSettings', 'TAIDState', 'TAIDScheduler']
 
 # %% ../../nbs/kernels/05_taid.ipynb #c006-699ef8
 def scored_logits(
@@ -25,10 +26,11 @@ def scored_logits(
     "Scored rows of both sides, in fp32 or wider and finite; the teacher's detached. Raises ValueError on unequal shapes."
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
-            f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} must be scored on the same tokens"
+            f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} "
+            "must be scored on the same tokens"
         )
     sides = (gather_rows(side, mask) for side in (student_logits, teacher_logits.detach()))
-    student, teacher = (side.to(torch.promote_types(side.dtype, torch.float32)).clamp(min=LOG_FLOOR) for side in sides)
+    student, teacher = (widen(side).clamp(min=LOG_FLOOR) for side in sides)
     return student, teacher
 
 
@@ -53,50 +55,84 @@ def taid_loss(
     """
     t = float(t)
     if not 0.0 <= t <= 1.0:
-        raise ValueError(f"t is {t}; it is the share of the way to the teacher and lies in [0, 1] (take it from TAIDScheduler.t)")
+        raise ValueError(
+            f"t is {t}; it is the share of the way to the teacher and lies in [0, 1] (take it from TAIDScheduler.t)"
+        )
     student, teacher = scored_logits(student_logits, teacher_logits, mask)
     target = ((1 - t) * student.detach() + t * teacher).softmax(-1)
     return mean_over_scored(-(target * student.log_softmax(-1)).sum(-1), denominator)
 
-# %% ../../nbs/kernels/05_taid.ipynb #c016-baab00
-class TAIDScheduler:
-    """TAID's interpolation weight over training. Read `.t` for the loss, then call `update_t` once per optimizer step.
+# %% ../../nbs/kernels/05_taid.ipynb #0cda88eb
+@dataclass(frozen=True)
+class TAIDSettings:
+    "Constants of the schedule; raises ValueError for impossible ones."
 
-    Never call `update_t` from validation: the weight would follow the evaluation loss (upstream's does). Raises
-    ValueError for impossible settings; warns when the run is too short for the adaptive part to act. Source:
-    SakanaAI/TAID, arXiv 2501.16937.
-    """
+    num_train_steps: int
+    t_start: float = 0.4
+    t_end: float = 1.0
+    alpha: float = 5e-4
+    beta: float = 0.99
+    disable_adaptive: bool = False
 
-    def __init__(
-        self,
-        num_train_steps: int,
-        t_start: float = 0.4,
-        t_end: float = 1.0,
-        alpha: float = 5e-4,
-        beta: float = 0.99,
-        disable_adaptive: bool = False,
-    ) -> None:
-        if num_train_steps < 1:
-            raise ValueError(f"num_train_steps is {num_train_steps}; pass the number of optimizer steps of the run")
-        if not 0.0 <= t_start <= t_end <= 1.0:
-            raise ValueError(f"need 0 <= t_start <= t_end <= 1, got t_start={t_start}, t_end={t_end}")
-        if not (alpha >= 0.0 and 0.0 <= beta < 1.0):
-            raise ValueError(f"need alpha >= 0 and 0 <= beta < 1, got alpha={alpha}, beta={beta}")
-        self.num_train_steps, self.t_start, self.t_end = num_train_steps, t_start, t_end
-        self.alpha, self.beta, self.disable_adaptive = alpha, beta, disable_adaptive
-        self.t, self.prev_loss, self.momentum = t_start, None, 0.0
-        if not disable_adaptive and num_train_steps < self.adaptive_from:
-            warnings.warn(
-                f"num_train_steps={num_train_steps}: below about {self.adaptive_from:.0f} steps the adaptive part of TAID "
-                "cannot overtake the straight line; pass disable_adaptive=True to say that you mean the line",
-                stacklevel=2,
-            )
+    def __post_init__(self) -> None:
+        if self.num_train_steps < 1:
+            raise ValueError(f"num_train_steps is {self.num_train_steps}; pass the number of optimizer steps of the run")
+        if not 0.0 <= self.t_start <= self.t_end <= 1.0:
+            raise ValueError(f"need 0 <= t_start <= t_end <= 1, got t_start={self.t_start}, t_end={self.t_end}")
+        if not (self.alpha >= 0.0 and 0.0 <= self.beta < 1.0):
+            raise ValueError(f"need alpha >= 0 and 0 <= beta < 1, got alpha={self.alpha}, beta={self.beta}")
 
     @property
     def adaptive_from(self) -> float:
         "Steps from which the adaptive increment, at rest, exceeds the slope of the straight line."
         increment = 0.5 * self.alpha * (1 - self.t_start)
         return (self.t_end - self.t_start) / increment if increment else math.inf
+
+    def line(self, step: int) -> float:
+        "The straight line at an optimizer step."
+        return self.t_start + (self.t_end - self.t_start) * step / self.num_train_steps
+
+# %% ../../nbs/kernels/05_taid.ipynb #e0f13ab5
+@dataclass(frozen=True)
+class TAIDState:
+    "What a resumed run needs: the weight, the last loss and the momentum of its relative change."
+
+    t: float
+    prev_loss: float | None = None
+    momentum: float = 0.0
+
+    def after(self, loss: float, global_step: int, settings: TAIDSettings) -> tuple[TAIDState, float | None]:
+        "The next state, and the adaptive increment; None for the first loss."
+        if self.prev_loss is None:
+            return replace(self, prev_loss=loss), None
+        change = (self.prev_loss - loss) / (self.prev_loss + 1e-15)
+        momentum = settings.beta * self.momentum + (1 - settings.beta) * change
+        delta = settings.alpha * (1 - self.t) / (1 + math.exp(-momentum))
+        line = settings.line(global_step)
+        t = min(settings.t_end, line if settings.disable_adaptive else max(line, self.t + delta))
+        return TAIDState(t, loss, momentum), delta
+
+# %% ../../nbs/kernels/05_taid.ipynb #c016-baab00
+class TAIDScheduler:
+    """TAID's interpolation weight over training. Read `.t` for the loss, then call `update_t` once per optimizer step.
+
+    Never call `update_t` from validation: the weight would follow the evaluation loss (upstream's does). Arguments are
+    those of `TAIDSettings`. Warns when the run is too short for the adaptive part to act. Source: SakanaAI/TAID,
+    arXiv 2501.16937.
+    """
+
+    def __init__(
+        self, num_train_steps: int, t_start: float = 0.4, t_end: float = 1.0, alpha: float = 5e-4, beta: float = 0.99,
+        disable_adaptive: bool = False,
+    ) -> None:
+        self.settings = TAIDSettings(num_train_steps, t_start, t_end, alpha, beta, disable_adaptive)
+        self.state = TAIDState(t_start)
+        if not disable_adaptive and num_train_steps < self.settings.adaptive_from:
+            warnings.warn(_too_short(self.settings), stacklevel=2)
+
+    t = property(lambda self: self.state.t)
+    prev_loss = property(lambda self: self.state.prev_loss)
+    momentum = property(lambda self: self.state.momentum)
 
     def update_t(self, loss: float | Tensor, *, global_step: int) -> float | None:
         """Advance `.t` after the training loss of `global_step`; returns the adaptive increment.
@@ -106,23 +142,26 @@ class TAIDScheduler:
         loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if not math.isfinite(loss):
             raise ValueError(f"loss is {loss} at global_step {global_step}; skip the update, it would stay in the momentum")
-        if self.prev_loss is None:
-            self.prev_loss = loss
-            return None
-        change = (self.prev_loss - loss) / (self.prev_loss + 1e-15)
-        self.momentum = self.beta * self.momentum + (1 - self.beta) * change
-        delta = self.alpha * (1 - self.t) / (1 + math.exp(-self.momentum))
-        line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
-        self.t = min(self.t_end, line if self.disable_adaptive else max(line, self.t + delta))
-        self.prev_loss = loss
+        self.state, delta = self.state.after(loss, global_step, self.settings)
         return delta
 
     def state_dict(self) -> dict[str, float | None]:
         "What a resumed run needs; the settings are the caller's."
-        return {"t": self.t, "prev_loss": self.prev_loss, "momentum": self.momentum}
+        return asdict(self.state)
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
         "Restore from `state_dict`. Raises ValueError for missing or unknown keys or `t` outside [0, 1]."
-        if set(state) != {"t", "prev_loss", "momentum"} or not 0.0 <= state["t"] <= 1.0:
-            raise ValueError(f"not a TAIDScheduler state: {state}; need t in [0, 1], prev_loss and momentum")
-        self.t, self.prev_loss, self.momentum = state["t"], state["prev_loss"], state["momentum"]
+        self.state = _as_state(state)
+
+# %% ../../nbs/kernels/05_taid.ipynb #e6895ba5
+def _too_short(settings: TAIDSettings) -> str:
+    return (
+        f"num_train_steps={settings.num_train_steps}: below about {settings.adaptive_from:.0f} steps the adaptive part of "
+        "TAID cannot overtake the straight line; pass disable_adaptive=True to say that you mean the line"
+    )
+
+
+def _as_state(state: dict[str, float | None]) -> TAIDState:
+    if set(state) != {"t", "prev_loss", "momentum"} or not 0.0 <= state["t"] <= 1.0:
+        raise ValueError(f"not a TAIDScheduler state: {state}; need t in [0, 1], prev_loss and momentum")
+    return TAIDState(**state)
