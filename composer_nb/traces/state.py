@@ -200,12 +200,9 @@ def _part_text(part: Any) -> str:
         return text if isinstance(text, str) else ""
     return part if isinstance(part, str) else ""
 
-# %% ../../nbs/data/02_traces.ipynb #c027-236121
+# %% ../../nbs/data/02_traces.ipynb #c027-670832
 def action_text(action: Action, *, thinking: bool = False) -> str:
-    """The action as the text a model would sample: the thought if asked for, the text.
-
-    Then one block per tool call.
-    """
+    "The text a model would sample for the action: thought (if asked for), text, one block per tool call."
     parts = [f"<think>\n{action.thinking}\n</think>"] if thinking and action.thinking else []
     parts += [action.text] if action.text.strip() else []
     for call in action.tool_calls:
