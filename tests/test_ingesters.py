@@ -14,18 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb import ingesters
-from composer_nb.ingesters import (
+from composer_nb.traces import (
+    Action,
     ATIFIngester,
     ChatIngester,
     ClaudeCodeIngester,
     IngestReport,
     Prefix,
+    Source,
+    ToolCall,
+    ToolFailure,
     decode_line,
     file_format,
     ingest,
+    lines,
+    load_states,
+    save_states,
 )
-from composer_nb.traces import Action, ToolCall, ToolFailure, load_states, save_states
 
 WRITERS = Path(__file__).resolve().parents[1] / "spikes" / "007_real_traces" / "sessions.py"
 SPEC = importlib.util.spec_from_file_location("session_writers", WRITERS)
@@ -33,12 +38,12 @@ sessions = importlib.util.module_from_spec(SPEC)
 sys.modules["session_writers"] = sessions
 SPEC.loader.exec_module(sessions)
 
-PARSERS = [None, *([ingesters.orjson] if ingesters.orjson else [])]
+PARSERS = [None, *([lines.orjson] if lines.orjson else [])]
 
 
 @pytest.fixture(params=PARSERS, ids=lambda parser: parser.__name__ if parser else "json")
 def parser(request, monkeypatch):
-    monkeypatch.setattr(ingesters, "orjson", request.param)
+    monkeypatch.setattr(lines, "orjson", request.param)
     return request.param
 
 
@@ -663,7 +668,7 @@ def test_a_line_over_the_limit_is_passed_over_without_being_held(tmp_path):
     with path.open("wb") as out:
         out.write(json.dumps(user("u", None, "go")).encode() + b"\n" + b'{"type":"user","x":"' + b"y" * 5_000_000 + b'"}\n')
         out.write(json.dumps(reply("a", "u", "m", text("A"))).encode())
-    source = ingesters._Source(path, "s.jsonl", IngestReport(), max_line_bytes=100_000)
+    source = Source(path, "s.jsonl", IngestReport(), max_line_bytes=100_000)
     tracemalloc.start()
     records = list(source.records())
     peak = tracemalloc.get_traced_memory()[1]

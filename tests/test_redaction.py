@@ -8,7 +8,6 @@ import copy
 import json
 import random
 import re
-import string
 import subprocess
 import sys
 import time
@@ -19,100 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import composer_nb
-from composer_nb import redaction
+from composer_nb.drills.secrets import HEX, Maker, by_form, by_place
 from composer_nb.redaction import (
     NotCleanError,
     Redactor,
     Span,
     assert_clean,
     assigned_spans,
+    detectors,
     home_name,
     home_spans,
     ip_spans,
+    kingfisher_spans,
     known_spans,
     mail_spans,
 )
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState, state_record
 
-WORD, UPPER, HEX = string.ascii_letters + string.digits, string.ascii_uppercase + "234567", "0123456789abcdef"
 LIMIT_S = 8  # for 200 kB; a quadratic pattern needs minutes
-
-
-def some(rng: random.Random, count: int, chars: str = WORD) -> str:
-    return "".join(rng.choices(chars, k=count))
-
-
-def by_form(seed: int = 0) -> dict[str, str]:
-    """Secrets that their own shape gives away."""
-    rng = random.Random(seed)
-    parts = (b'{"alg":"HS256","typ":"JWT"}', b'{"sub":"1234567890"}', rng.randbytes(32))
-    dashes, name = "-" * 5, "PRIVATE " + "KEY"
-    return {
-        "aws id": "AK" + "IA" + some(rng, 16, UPPER),
-        "github classic": "gh" + "p_" + some(rng, 36),
-        "github fine-grained": "github_" + "pat_" + some(rng, 22) + "_" + some(rng, 59),
-        "github oauth": "gh" + "o_" + some(rng, 36),
-        "gitlab": "gl" + "pat-" + some(rng, 20),
-        "slack": "xo" + "xb-" + some(rng, 12, string.digits) + "-" + some(rng, 24),
-        "slack webhook": "https://hooks.sl" + "ack.com/services/T" + some(rng, 8, UPPER) + "/B" + some(rng, 8, UPPER) + "/" + some(rng, 24),
-        "stripe": "sk_" + "live_" + some(rng, 24),
-        "openai old": "sk-" + some(rng, 20) + "T3Blb" + "kFJ" + some(rng, 20),
-        "openai project": "sk-" + "proj-" + some(rng, 74) + "T3Blb" + "kFJ" + some(rng, 74),
-        "anthropic": "sk-" + "ant-api03-" + some(rng, 93) + "AA",
-        "openrouter": "sk-" + "or-v1-" + some(rng, 64, HEX),
-        "hugging face": "h" + "f_" + some(rng, 34),
-        "google": "AI" + "za" + some(rng, 35),
-        "npm": "np" + "m_" + some(rng, 36),
-        "pypi": "py" + "pi-AgEIcHlwaS5vcmc" + some(rng, 90),
-        "sendgrid": "S" + "G." + some(rng, 22) + "." + some(rng, 43),
-        "twilio": "S" + "K" + some(rng, 32, HEX),
-        "jwt": ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts),
-        "pem": "\n".join([f"{dashes}BEGIN RSA {name}{dashes}", some(rng, 64), some(rng, 40) + "==", f"{dashes}END RSA {name}{dashes}"]),
-    }
-
-
-def by_place(seed: int = 0) -> dict[str, tuple[str, str]]:
-    """Secrets that only their place gives away, each with a line that holds it."""
-    rng = random.Random(seed)
-    forms = {
-        "aws secret": (some(rng, 40), "aws_secret_access_key = {}"),
-        "azure": (base64.b64encode(rng.randbytes(64)).decode(), "AccountName=a;Account" + "Key={};EndpointSuffix=core.windows.net"),
-        "basic-auth url": (some(rng, 14), "https://bob:{}@example.com/simple"),
-        "encoded url": (some(rng, 14), "to=https%3A%2F%2Fbob%3A{}%40example.com%2F"),
-        "user token url": (some(rng, 24), "https://{}@git.example.com/a.git"),
-        "database url": (some(rng, 14), "postgresql+psycopg://app:{}@db.internal:5432/app"),
-        "basic header": (base64.b64encode(b"bob:" + some(rng, 14).encode()).decode(), "Authorization: Basic {}"),
-        "bearer header": (some(rng, 40), "-H 'Authorization: Bearer {}'"),
-        "api key header": (some(rng, 20), '"X-Api-Key": "{}"'),
-        "signed url": (some(rng, 64, HEX), "https://b.example.com/k?X-Amz-Date=1&X-Amz-Signature={}&x=1"),
-        "token url": (some(rng, 20), "https://api.example.com/v1?token={}"),
-        ".env": (some(rng, 9) + "$1&x", "DB_PASSWORD={}"),
-        ".env words": ("correct" + "horse", "DB_PASSWORD={}"),
-        ".env key": (some(rng, 20) + "1", "ACME_KEY={}"),
-        "yaml": (some(rng, 9) + "1", "  password: {}"),
-        "json": (some(rng, 9), '{{"db": 1, "password": "{}"}}'),
-        "escaped json": (some(rng, 9) + "1", 'sent "{{\\"token\\": \\"{}\\"}}"'),
-        "export": (some(rng, 9) + "1", 'export API_TOKEN="{}"'),
-        "python": (some(rng, 9) + "1", "client = connect(api_key='{}')"),
-        "flag": (some(rng, 9) + "1", "login --password {} --quiet"),
-        "curl": (some(rng, 9), "curl -s -u bob:{} https://example.com"),
-        "cookie": (some(rng, 20), "Cookie: theme=dark; session={}"),
-        "netrc": (some(rng, 9), "machine example.com login ada password {}"),
-        "mysql": (some(rng, 9), "mysql -h db -u root -p{} app"),
-        "sshpass": (some(rng, 9), "sshpass -p '{}' ssh ada@db"),
-        "npmrc": (some(rng, 8, HEX) + "-" + some(rng, 12, HEX) + "1", "//registry.npmjs.org/:_authToken={}"),
-        "e-mail": ("ada.b+" + some(rng, 6) + "@mail.example.org", "by {},"),
-        "encoded e-mail": ("ada.b" + some(rng, 6), "user={}%40mail.example.org"),
-        "windows home": ("Ad" + "alovelace", r"cd C:\Users\{}\src"),
-        "escaped windows home": ("Ad" + "alovelace", r"cd C:\\Users\\{}\\src"),
-        "home": ("ad" + "alovelace", "cd /home/{}/src"),
-        "mac home": ("ad" + "alovelace", "file:///Users/{}"),
-        "home in a flag": ("ad" + "alovelace", "cc -I/home/{}/include"),
-        "home in escapes": ("ad" + "alovelace", "a\\n/home/{}/x"),
-        "encoded home": ("ad" + "alovelace", "path=%2Fhome%2F{}%2Fx"),
-        "project folder": ("ad" + "alovelace", "~/.claude/projects/-home-{}-work"),
-    }
-    return {kind: (secret, text.format(secret)) for kind, (secret, text) in forms.items()}
 
 
 EVERYTHING = {kind: (secret, secret) for kind, secret in by_form().items()} | by_place()
@@ -121,7 +44,7 @@ EVERYTHING = {kind: (secret, secret) for kind, secret in by_form().items()} | by
 @pytest.fixture(scope="module", autouse=True)
 def scanner():
     """Compile Kingfisher's rules once, outside any time limit."""
-    redaction._scanner()
+    detectors._scanner()
 
 
 def a_state(**changes) -> TraceState:
@@ -160,7 +83,7 @@ def test_our_own_table_is_enough_for_the_known_forms(kind):
 
 
 def test_kingfisher_finds_what_our_table_does_not():
-    token = "do" + "p_v1_" + some(random.Random(0), 64, HEX)
+    token = "do" + "p_v1_" + Maker(0).some(64, HEX)
     wrapped = base64.b64encode(f"my {by_form()['github classic']}!".encode()).decode()
     assert not list(known_spans(token)) and not list(known_spans(wrapped))
     assert Redactor().text(f"{token} {wrapped}") == "<SECRET_1> <SECRET_2>"
@@ -169,7 +92,7 @@ def test_kingfisher_finds_what_our_table_does_not():
 def test_kingfisher_offsets_are_ours_also_with_other_alphabets_and_broken_text():
     secret = by_form()["github classic"]
     text = f"é 漢字 \ud800 \0 😀 {secret} ü"
-    (span,) = redaction.kingfisher_spans(text)
+    (span,) = kingfisher_spans(text)
     assert text[span.start : span.end] == secret
     assert Redactor().text(text) == text.replace(secret, "<SECRET_1>")
 
@@ -235,7 +158,7 @@ def test_a_secret_known_by_its_place_survives_nowhere(kind, seed, place, before,
 
 
 def test_a_password_that_was_named_once_is_replaced_everywhere():
-    secret = "z7" + some(random.Random(5), 10) + "/+"
+    secret = "z7" + Maker(5).some(10) + "/+"
     state = a_state(messages=[{"role": "tool", "content": f"PASSWORD={secret}"}, {"role": "tool", "content": f"glued{secret}word"}],
                     student_action=Action(f"use {secret}", thinking=secret),
                         metadata={"url": f"/x/{secret.replace('/', '%2F').replace('+', '%2B')}/y"})
@@ -518,7 +441,7 @@ def test_what_cannot_be_read_is_refused(value):
 def test_a_missing_scanner_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "kingfisher_sdk", None)
     with pytest.raises(ImportError, match=r"composer_nb\[replay\]"):
-        redaction._scanner.__wrapped__()
+        detectors._scanner.__wrapped__()
 
 
 def test_importing_the_room_does_not_import_the_scanner():

@@ -1,5 +1,20 @@
-"""Agent traces: messages, turns and the states in which a decision was made."""
+"""Agent traces: messages, turns and the states in which a decision was made; one module per log format."""
 
+from composer_nb.traces.atif import ATIFIngester
+from composer_nb.traces.claude_code import ClaudeCodeIngester
+from composer_nb.traces.ingester import (
+    INGESTERS,
+    FileIngester,
+    Format,
+    Ingester,
+    file_format,
+    ingest,
+    log_files,
+    record_format,
+)
+from composer_nb.traces.lines import IngestReport, Problem, Source, decode_line
+from composer_nb.traces.openai_chat import ChatIngester
+from composer_nb.traces.prefix import Prefix
 from composer_nb.traces.state import (
     Action,
     Message,
@@ -20,17 +35,33 @@ from composer_nb.traces.state import (
 )
 
 __all__ = [
+    "INGESTERS",
+    "ATIFIngester",
     "Action",
+    "ChatIngester",
+    "ClaudeCodeIngester",
+    "FileIngester",
+    "Format",
+    "IngestReport",
+    "Ingester",
     "Message",
+    "Prefix",
+    "Problem",
+    "Source",
     "ToolCall",
     "ToolFailure",
     "TraceState",
     "action_message",
     "action_text",
     "content_text",
+    "decode_line",
+    "file_format",
+    "ingest",
     "load_states",
+    "log_files",
     "message_action",
     "parse_action",
+    "record_format",
     "record_state",
     "save_states",
     "state_record",

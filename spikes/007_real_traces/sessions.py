@@ -1,8 +1,8 @@
 """Session files in three formats, written for the purpose: no line of them was recorded from a real session.
 
-Each writer follows the record shapes that public parsers of these logs agree on (see the references of the ingesters
-chapter), and returns what it wrote: how many turns, which of them failed, and the context that the agent saw at each
-turn. The contexts are kept by the simulated agent itself while it works, so they are an oracle for an ingester.
+Each writer follows the record shapes that public parsers of these logs agree on (see the references of the chapter
+on Claude Code sessions), and returns what it wrote: how many turns, which of them failed, and the context that the
+agent saw at each turn. The contexts are kept by the simulated agent itself while it works, so they are an oracle for an ingester.
 """
 
 from __future__ import annotations
