@@ -1,5 +1,6 @@
 """Check committed notebooks: chapters are as `nbdev_clean` leaves them; no notebook shows an error, a machine path
-or a secret; every committed run's metrics.json keeps the contract. Works on copies, changes nothing.
+or a secret; every committed run's metrics.json keeps the contract, its ids are in history and its figures are those
+that were shown (`check_runs.py`). Works on copies, changes nothing.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import check_runs
 import nbformat
 from check_sync import ROOT, ExportError, copy_tree, run_nbdev
 
@@ -108,13 +110,13 @@ def all_faults(root: Path = ROOT) -> list[str]:
     faults = unclean_chapters(root)
     for path in notebooks:
         faults += notebook_faults(path, root, runner.SECRET_VALUE)
-    return faults + run_faults(root, runner)
+    return faults + run_faults(root, runner) + check_runs.all_faults(root)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to check")
-    root = parser.parse_args(argv).root
+    root = parser.parse_args(argv).root.resolve()
     try:
         faults = all_faults(root)
     except ExportError as error:
