@@ -1,4 +1,4 @@
-"""Sphinx extension: the roadmap, the launch buttons, and a book that needs no network. Never runs a notebook."""
+"""Sphinx extension: the roadmap, the launch buttons, what search and screens read; no network. Never runs a notebook."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
+import composer_api
+import composer_drawings
 import composer_evidence
-from composer_notebooks import dollar_maths, prepare_notebook
+import composer_explorer
+import composer_parts
+import composer_runs
+from composer_notebooks import add_alt_texts, dollar_maths, module_of, prepare_notebook
+from docutils import nodes
 from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
@@ -19,38 +25,10 @@ HERE = Path(__file__).parent
 ROADMAP = re.compile(r"^<!--\s*roadmap:?\s*(?P<lit>[\w ]*?)\s*-->\s*$", re.MULTILINE)
 SLOT = re.compile(r'<nav class="roadmap" data-lit="(?P<lit>[^"]*)"></nav>')
 FONT_PRELOAD = re.compile(r'<link rel="preload" as="font"[^>]*>\s*')
+DESCRIPTION_LENGTH = 300
 
 
-def page_label(docname: str) -> str:
-    """`nbs/03_taid_entropy` → `taid entropy`; a spike is named by its folder."""
-    name = docname.split("/")[1] if docname.startswith("spikes/") else docname.rsplit("/", 1)[-1]
-    return re.sub(r"^\d+[a-z]?_", "", name).replace("_", " ")
-
-
-def roadmap_html(app, docname: str, lit: str = "") -> str:
-    """The table of contents as a row of boxes, with the box `lit` (default: this page's) lit."""
-    env, lit = app.env, lit.replace("_", " ") or page_label(docname)
-    parts, known = [], {page_label(docname)}
-    site_map = env.external_site_map
-    for part in site_map.root.subtrees:
-        pages = [item for item in part.items if str(item).startswith(("nbs/", "spikes/"))]
-        known.update(page_label(page) for page in pages)
-        boxes = [roadmap_box(app, docname, str(page), lit) for page in pages if "*" not in page]
-        if boxes:
-            parts.append(f'<div class="rm-part"><span class="rm-name">{escape(part.caption or "")}</span>'
-                         f'<span class="rm-boxes">{"".join(boxes)}</span></div>')
-    if lit not in known:
-        logger.warning("roadmap: no chapter is called %r; known: %s", lit, ", ".join(sorted(known)), location=docname)
-    return f'<nav class="roadmap" aria-label="Chapters">{"".join(parts)}</nav>'
-
-
-def roadmap_box(app, docname: str, page: str, lit: str) -> str:
-    label = escape(page_label(page))
-    css = "rm-box lit" if page_label(page) == lit else "rm-box"
-    if page == docname or page not in app.env.found_docs:
-        return f'<span class="{css}">{label}</span>'
-    return f'<a class="{css}" href="{app.builder.get_relative_uri(docname, page)}">{label}</a>'
-
+# --- what a page is made from -----------------------------------------------------------------------------------
 
 def on_source_read(app, docname: str, source: list[str]) -> None:
     def draw(markdown: str) -> str:
@@ -60,18 +38,78 @@ def on_source_read(app, docname: str, source: list[str]) -> None:
     if not str(app.env.doc2path(docname)).endswith(".ipynb"):
         source[0] = draw(source[0])
         return
-    notebook = prepare_notebook(json.loads(source[0]))
+    notebook = json.loads(source[0])
+    module = module_of(notebook)
+    notebook = prepare_notebook(notebook)
+    if nameless := add_alt_texts(notebook):
+        logger.warning("%d cells show a figure that no heading or prose names: no alt text", nameless, location=docname)
+    add_api_link(app, notebook, module)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = draw("".join(cell["source"]))
-    composer_evidence.add_run_card(app, docname, notebook)
+    composer_runs.add_spike_opening(app, docname, notebook)
+    composer_runs.add_run_card(app, docname, notebook)
     source[0] = json.dumps(notebook)
 
 
+def add_api_link(app, notebook: dict, module: str | None) -> None:
+    """Below the title of a chapter that exports a module: where its names are listed."""
+    page = app.config.composer_api_pages.get(f"{composer_api.PACKAGE}.{module}") if module else None
+    for cell in notebook["cells"] if page else []:
+        if cell["cell_type"] == "markdown":
+            link = f"[`{composer_api.PACKAGE}.{module}`](/{page}.md)"
+            cell["source"] = f"{''.join(cell['source'])}\n\nAPI of this chapter: {link}\n"
+            return
+
+
+def name_bare_images(app, doctree, docname: str) -> None:
+    """A figure without a text is a hole for whoever cannot see it."""
+    for image in doctree.findall(nodes.image):
+        if not image.get("alt", "").strip():
+            logger.warning("the image %s has no alt text", image.get("uri"), location=docname)
+
+
+# --- the roadmap ------------------------------------------------------------------------------------------------
+
+def roadmap_html(app, docname: str, lit: str = "") -> str:
+    """The parts of the book in reading order, in one line; the part with the page `lit` (default: this one) is lit."""
+    parts = composer_parts.parts_of(app.env)
+    here = docname
+    if lit:
+        here = composer_parts.page_called(parts, lit)
+        if here is None:
+            known = ", ".join(sorted({composer_parts.page_label(page) for part in parts for page in part.pages}))
+            logger.warning("roadmap: no chapter is called %r; known: %s", lit, known, location=docname)
+    items = []
+    for part in parts:
+        inside = here in part.pages
+        at = f" {part.chapters.index(here) + 1}/{len(part.chapters)}" if here in part.chapters else ""
+        name = f'<span class="rm-name">{escape(part.caption)}{at}</span>'
+        target = part.pages[0]
+        if target != docname:
+            name = f'<a href="{app.builder.get_relative_uri(docname, target)}" title="{escape(part.caption)}">{name}</a>'
+        items.append(f'<li{" class=lit aria-current=true" if inside else ""}>{name}</li>')
+    return f'<nav class="roadmap" aria-label="Parts of the book"><ol>{"".join(items)}</ol></nav>'
+
+
 def draw_roadmap(app, pagename, templatename, context, doctree) -> None:
-    """Drawn this late so that search does not find the name of every chapter on every page."""
+    """Drawn this late so that search does not find the name of every part on every page."""
     if "body" in context:
         context["body"] = SLOT.sub(lambda m: roadmap_html(app, pagename, m["lit"]), context["body"])
+
+
+# --- the page's head and buttons ----------------------------------------------------------------------------------
+
+def add_description(app, pagename, templatename, context, doctree) -> None:
+    """The `>` line below the title, or else the first paragraph, as what a search engine or a preview quotes."""
+    if doctree is None:
+        return
+    quotes, paragraphs = doctree.findall(nodes.block_quote), doctree.findall(nodes.paragraph)
+    said = next(quotes, None) or next((p for p in paragraphs if len(p.astext()) > 40), None)
+    if said is not None:
+        text = " ".join(said.astext().split())
+        text = text if len(text) <= DESCRIPTION_LENGTH else text[:DESCRIPTION_LENGTH].rsplit(" ", 1)[0] + " …"
+        context["metatags"] = context.get("metatags", "") + f'\n<meta name="description" content="{escape(text)}">'
 
 
 def add_kaggle_button(app, pagename, templatename, context, doctree) -> None:
@@ -102,11 +140,18 @@ def drop_font_preloads(app, exception) -> None:
                 page.write_text(FONT_PRELOAD.sub("", text))
 
 
+# --- settings -----------------------------------------------------------------------------------------------------
+
 def configure(app, config) -> None:
     config.html_static_path.append(str(HERE / "static"))
+    config.html_favicon = str(HERE / "static" / "favicon.svg")
+    config.html_search_scorer = str(HERE / "scorer.js")
     config.html_context.setdefault("default_mode", "auto")  # without it each first visit logs an error
     config.html_theme_options |= {"show_toc_level": 2, "show_navbar_depth": 1,
                                   "pygments_dark_style": "github-dark"}
+    config.nitpick_ignore_regex = [*config.nitpick_ignore_regex, ("py:.*", ".*")]  # torch's names live elsewhere
+    config.python_maximum_signature_line_length = 88
+    config.add_module_names = False
 
 
 def copy_mathjax(app, exception) -> None:
@@ -119,14 +164,19 @@ def copy_mathjax(app, exception) -> None:
 
 
 def setup(app) -> dict:
+    pages = composer_api.write_pages(Path(app.srcdir))  # before the table of contents is read, which lists them
+    app.add_config_value("composer_api_pages", pages, "env")
     app.connect("config-inited", configure)
     app.connect("source-read", on_source_read)
+    app.connect("doctree-resolved", name_bare_images)
     app.connect("html-page-context", draw_roadmap)
+    app.connect("html-page-context", add_description)
     app.connect("html-page-context", add_kaggle_button, priority=900)
     app.connect("html-page-context", drop_thebe, priority=900)
     app.connect("build-finished", copy_mathjax)
     app.connect("build-finished", drop_font_preloads)
     app.add_css_file("composer.css")
     app.add_js_file("composer.js")
-    composer_evidence.setup(app)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+    for extension in (composer_evidence, composer_runs, composer_explorer, composer_parts, composer_drawings):
+        extension.setup(app)
+    return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}

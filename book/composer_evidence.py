@@ -7,16 +7,20 @@ import re
 import subprocess
 from pathlib import Path
 
+from composer_runs import RUN_PAGE, Run, moment, runs_of, show
 from docutils import nodes
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 logger = logging.getLogger(__name__)
-RUN_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/runs/(?P<run>[^/]+)/spike$")
 HELD_BACK = re.compile(r"^#\|\s*(gpu|slow|eval:\s*false)\b", re.MULTILINE)
 CHAPTER_COLUMNS = ["chapter", "code cells", "with output", "held back", "state", "executed", "Python", "last change"]
 RUN_COLUMNS = ["spike", "run", "commit", "hardware", "started", "seconds", "verdict"]
-CARD = ["verdict", "started", "wall_s", "hardware", "commit"]
+HOUSE = "book/house.json"
+AIM_ZERO = ["modules_over_400", "exported_cells_over_40", "classes_over_120", "public_functions_over_9_parameters",
+            "hidden_uses", "next_disagreements", "imports_before_their_chapter", "pages_without_picture_or_table",
+            "runs_unknown_commit", "lines_over_110_share"]
+AIM_ALL = {"lone_chapters_run": "lone_chapters", "runs_clean": "runs"}
 
 
 def look_up(metrics: dict, key: str):
@@ -27,22 +31,6 @@ def look_up(metrics: dict, key: str):
     for part in key.split("."):
         value = value[int(part)] if isinstance(value, list) else value[part]
     return value
-
-
-def moment(stamp: str | None) -> str:
-    """An ISO time to the minute."""
-    return stamp[:16].replace("T", " ") if stamp else "–"
-
-
-def show(value) -> str:
-    """A metrics.json value as table text."""
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {show(v)}" for k, v in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(show, value))
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "–" if value is None else str(value).replace("|", r"\|").replace("\n", " ")
 
 
 class Metric(SphinxRole):
@@ -60,33 +48,6 @@ class Metric(SphinxRole):
             logger.warning("metric %s: %s", self.text, reason, location=self.get_location())
             text = f"missing: {self.text}"
         return [nodes.inline(self.rawtext, text, classes=["metric"])], []
-
-
-def run_facts(folder: Path) -> dict:
-    """The run's metrics.json; empty if there is none."""
-    path = folder / "metrics.json"
-    if not path.exists():
-        return {}
-    facts = json.loads(path.read_text())
-    commit = re.sub(r"[0-9a-f]{40}", lambda full: full[0][:10], str(facts.get("commit", "–")))
-    return facts | {"started": moment(facts.get("started")), "commit": commit}
-
-
-def add_run_card(app, docname: str, notebook: dict) -> None:
-    """On a run's page: the run as title, the spike's question below it, then where its numbers are from."""
-    match = RUN_PAGE.match(docname)
-    if not match:
-        return
-    folder = Path(app.srcdir, docname).parent
-    app.env.note_dependency(str(folder / "metrics.json"))
-    facts = run_facts(folder)
-    rows = "\n".join(f"| {name} | {show(facts.get(name))} |" for name in CARD) if facts else ""
-    card = f"\n\n| this run | |\n|---|---|\n{rows}\n\n" if facts else "\n\nThis run left no `metrics.json`.\n\n"
-    title = rf"# Run {match['run']}" "\n\n" r"**\1**" + card.replace("\\", r"\\")
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "markdown" and re.search(r"^# ", cell["source"], re.MULTILINE):
-            cell["source"] = re.sub(r"^# (.+)$", title, cell["source"], count=1, flags=re.MULTILINE)
-            return
 
 
 def last_commit(path: Path) -> str:
@@ -108,10 +69,23 @@ def chapter_row(link: str, path: Path) -> str:
     return f"| {link} | {len(cells)} | {len(ran)} | {held} | {state} | {moment(when)} | {python} | {last_commit(path)} |"
 
 
-def run_row(link: str, folder: Path) -> str:
-    facts = run_facts(folder)
-    values = [facts.get(name) for name in ("commit", "hardware", "started", "wall_s", "verdict")]
-    return f"| {folder.parent.parent.name} | {link} | " + " | ".join(map(show, values)) + " |"
+def run_row(link: str, run: Run) -> str:
+    values = [run.short_commit, *(run.card.get(name) for name in ("hardware", "started", "wall_s")), run.verdict]
+    return f"| {run.spike} | {link} | " + " | ".join(map(show, values)) + " |"
+
+
+def house_table(root: Path) -> str:
+    """The figures of `book/house.json` beside their aims; those without an aim below."""
+    path = root / HOUSE
+    if not path.exists():
+        return f"Not measured yet: there is no `{HOUSE}`; `python scripts/measure_house.py --write` writes it."
+    figures = json.loads(path.read_text())
+    aims = {name: 0 for name in AIM_ZERO} | {name: figures.get(whole) for name, whole in AIM_ALL.items()}
+    rows = [f"| {name} | {show(figures[name])} | {show(aim)} | {'yes' if figures[name] == aim else 'no'} |"
+            for name, aim in aims.items() if name in figures]
+    rest = [f"| {name} | {show(value)} | – | – |" for name, value in figures.items()
+            if name not in aims and name not in AIM_ALL.values()]
+    return table(["figure", "measured", "aim", "reached"], [*rows, *rest])
 
 
 def table(columns: list[str], rows: list[str]) -> str:
@@ -127,10 +101,13 @@ class BookStatus(SphinxDirective):
         notebooks = [page for page in pages if self.env.doc2path(page).endswith(".ipynb")]
         chapters = [chapter_row(f"[](/{page}.ipynb)", root / f"{page}.ipynb")
                     for page in notebooks if page.startswith("nbs/")]
-        runs = [run_row(f"[{RUN_PAGE.match(page)['run']}](/{page}.ipynb)", (root / page).parent)
-                for page in notebooks if RUN_PAGE.match(page)]
+        shown = {run.page: run for run in runs_of(root) if run.page in pages}
+        runs = [run_row(f"[{run.name}](/{page}.ipynb)", run) for page, run in shown.items()]
+        runs += [f"| {match['spike']} | [{match['run']}](/{page}.ipynb) | no `metrics.json` | | | | |"
+                 for page in notebooks if (match := RUN_PAGE.match(page)) and page not in shown]
         text = ["## Chapters", "", table(CHAPTER_COLUMNS, chapters), "", "## Runs of spikes", "",
-                table(RUN_COLUMNS, runs or ["| – | none published yet | | | | | |"])]
+                table(RUN_COLUMNS, runs or ["| – | none published yet | | | | | |"]), "",
+                "## How the house is built", "", house_table(root)]
         return self.parse_text_to_nodes("\n".join(text), allow_section_headings=True)
 
 

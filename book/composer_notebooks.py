@@ -13,6 +13,11 @@ REMOVED = {"hide", "default_exp", "default_cls_lvl"}
 HELD_BACK = {"eval", "gpu", "slow"}
 TAGS = {"hide_input": "remove-input", "hide_output": "remove-output"}
 WIDGET = "application/vnd.jupyter.widget-view+json"
+IMAGES = ("image/png", "image/svg+xml", "image/jpeg")
+AXIS_TEXT = re.compile(r"""\b(?:set_)?(title|xlabel|ylabel)(?:=|\()\s*f?(?P<quote>["'])(?P<text>.+?)(?P=quote)""")
+NOT_PROSE = re.compile(r"^(?:```|:::|<|\||>|\$|!|\[Open in|\d+\.|[-*]\s|\*[^*].*·)")
+MODULE = re.compile(r"^#\s*\|\s*default_exp\s+(\S+)", re.MULTILINE)
+ALT_LENGTH = 220
 
 
 def split_directives(source: str) -> tuple[dict[str, str], str]:
@@ -76,3 +81,59 @@ def dollar_maths(markdown: str) -> str:
             return match["code"]
         return f"${match['inline'].strip()}$" if match["inline"] else f"$${match['display']}$$"
     return TEX.sub(swap, markdown)
+
+
+def plain(markdown: str) -> str:
+    """Markdown of one line as text: links by their words, no emphasis, no code marks, no formulas' dollars."""
+    text = re.sub(r"\{[\w:-]+\}`([^`]*)`", r"\1", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown))
+    return re.sub(r"\s+", " ", re.sub(r"\*\*|[*`$\\]", "", text)).strip()
+
+
+def headline(notebook: dict) -> str:
+    """The first heading of a notebook."""
+    sources = ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    found = (re.search(r"^# (.+)$", source, re.MULTILINE) for source in sources)
+    return next((plain(match[1]) for match in found if match), "")
+
+
+def module_of(notebook: dict) -> str | None:
+    """The module that a chapter exports."""
+    code = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return match[1] if (match := MODULE.search(code)) else None
+
+
+def has_image(cell: dict) -> bool:
+    return any(set(IMAGES) & out.get("data", {}).keys() for out in cell.get("outputs", []))
+
+
+def said_before(source: str, heading: str, prose: str) -> tuple[str, str]:
+    """The last heading up to here, and the first sentence of the last paragraph below it."""
+    for block in re.split(r"\n\s*\n", re.sub(r"^(```|:::).*?^\1", "", source, flags=re.DOTALL | re.MULTILINE)):
+        block = block.strip()
+        if match := re.match(r"#{1,6}\s+(.+)", block):
+            heading, prose, block = plain(match[1]), "", block[match.end():].strip()
+        if block and not NOT_PROSE.match(block):
+            prose = re.split(r"(?<=[.:;?!])\s", plain(block), maxsplit=1)[0].rstrip(":;")
+    return heading, prose
+
+
+def image_text(source: str, heading: str, prose: str) -> str:
+    """What a figure shows, in words: its heading, then the texts on its axes, else the sentence before it."""
+    said = {kind: [m["text"] for m in AXIS_TEXT.finditer(source) if m[1] == kind] for kind in ("title", "xlabel", "ylabel")}
+    axes = [f"{y} against {x}" for y, x in zip(said["ylabel"], said["xlabel"], strict=False)]
+    words = [re.sub(r"\{.*?\}", "…", plain(text)) for text in dict.fromkeys([*said["title"], *axes])]
+    text = ": ".join(part for part in (heading, "; ".join(words) or prose) if part)
+    return text if len(text) <= ALT_LENGTH else text[:ALT_LENGTH].rsplit(" ", 1)[0] + " …"
+
+
+def add_alt_texts(notebook: dict) -> int:
+    """Give each cell's images a text; how many cells had nothing to be named by."""
+    heading = prose = ""
+    nameless, title = 0, headline(notebook)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            heading, prose = said_before("".join(cell["source"]), heading, prose)
+        elif has_image(cell):
+            image = cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})
+            nameless += not image.setdefault("alt", image_text("".join(cell["source"]), heading, prose or title))
+    return nameless
