@@ -56,7 +56,7 @@ def kernels() -> tuple[int, str, str, str]:
         "between a chosen and a rejected reply. All three become one gradient."), "".join([
             row, arrow((181, 36), (181, 62)), text(120, 78, "student", "small"), text(245, 78, "teacher with hint", "small"),
             bars(96, 136, [12, 40, 24, 8], "c1"), bars(218, 136, [8, 16, 46, 6], "c2"),
-            f'<line class="wire" x1="84" x2="290" y1="137" y2="137"/>', text(384, 104, "log-probabilities", "small"),
+            '<line class="wire" x1="84" x2="290" y1="137" y2="137"/>', text(384, 104, "log-probabilities", "small"),
             text(384, 122, "over the vocabulary", "small"),
             box(8, 168, 146, 52, "advantage", "better than its group?", css="c1"),
             box(167, 168, 146, 52, "divergence", "how far from the hint?", css="c2"),
@@ -155,7 +155,7 @@ def scaling_out() -> tuple[int, str, str, str]:
             life(108, "C", [(40, 226), (338, 468)], "c3"), text(262, 104, "✗ killed", "small bad"),
             text(296, 128, "back, with the others' state →", "small"), meet,
             arrow((156, 117), (160, 176)), arrow((396, 117), (402, 176)),
-            f'<rect class="sum" x="40" y="178" width="428" height="38" rx="7"/>', text(82, 202, "bucket", "bold"),
+            '<rect class="sum" x="40" y="178" width="428" height="38" rx="7"/>', text(82, 202, "bucket", "bold"),
             *(text(x + 8, 202, f"round {n}", "mono") for n, x in enumerate(rounds, 1)),
             text(240, 240, "only the bucket is shared; nobody waits for the dead", "small")])
 

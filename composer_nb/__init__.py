@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .distillation.divergence import generalized_jsd_loss
     from .distillation.entropy_opd import entropy_aware_opd_loss, teacher_entropy
     from .distillation.taid import TAIDScheduler, taid_loss
-    from .ingesters import ClaudeCodeIngester
+    from .traces.claude_code import ClaudeCodeIngester
     from .loss import LossConfig, compose_loss
     from .models import load_model
     from .preference import simpo_loss
@@ -43,7 +43,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "distillation.divergence": ("generalized_jsd_loss",),
     "distillation.entropy_opd": ("entropy_aware_opd_loss", "teacher_entropy"),
     "distillation.taid": ("TAIDScheduler", "taid_loss"),
-    "ingesters": ("ClaudeCodeIngester",),
+    "traces.claude_code": ("ClaudeCodeIngester",),
     "loss": ("LossConfig", "compose_loss"),
     "models": ("load_model",),
     "preference": ("simpo_loss",),

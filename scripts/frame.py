@@ -52,11 +52,18 @@ class Shelf:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.order = [page for page in toc_order(root) if (root / f"{page}.ipynb").is_file()]
-        self.notebooks = {page: nbformat.read(root / f"{page}.ipynb", as_version=4) for page in self.order}
-        self.titles = {page: title_of(notebook) for page, notebook in self.notebooks.items()}
+        self.order = toc_order(root)
+        chapters = [page for page in self.order if (root / f"{page}.ipynb").is_file()]
+        self.notebooks = {page: nbformat.read(root / f"{page}.ipynb", as_version=4) for page in chapters}
+        self.titles = {page: self._title(page) for page in self.order}
         writers = {module_of(nb): page for page, nb in self.notebooks.items() if page.startswith("nbs/")}
-        self.needs = {page: self._needs(page, writers) for page in self.order}
+        self.needs = {page: self._needs(page, writers) for page in chapters}
+
+    def _title(self, page: str) -> str:
+        if page in self.notebooks:
+            return title_of(self.notebooks[page])
+        found = re.search(r"^# (.+)$", (self.root / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
+        return found[1].strip() if found else page
 
     def _needs(self, page: str, writers: Mapping[str | None, str]) -> list[str]:
         place = self.order.index(page)
@@ -70,7 +77,8 @@ class Shelf:
         return below | {p for need in self.needs[page] for p in self.behind(need)}
 
     def link(self, page: str, here: str) -> str:
-        target = os.path.relpath(self.root / f"{page}.ipynb", (self.root / here).parent)
+        end = ".ipynb" if page in self.notebooks else ".md"
+        target = os.path.relpath(self.root / f"{page}{end}", (self.root / here).parent)
         return f"[{self.titles[page]}]({Path(target).as_posix()})"
 
     def read_first(self, page: str) -> str:

@@ -28,7 +28,7 @@ DIRECTIVE = re.compile(r"^\s*#\s*\|")
 MAGIC = re.compile(r"^\s*[%!]", re.MULTILINE)
 HIDDEN_TAGS = {"remove-cell", "remove-input", "hide-cell"}
 PICTURE = ("image/png", "image/svg+xml", "image/jpeg")
-NEXT = re.compile(r"^(?:\*\*)?Next(?:\*\*)?:?.*?\]\(([^)#]+\.ipynb)", re.MULTILINE)
+NEXT = re.compile(r"^(?:\*\*)?Next(?:\*\*)?:?.*?\]\(([^)#]+\.(?:ipynb|md))", re.MULTILINE)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -144,7 +144,7 @@ def height(node: ast.AST) -> int:
 
 
 def toc_order(root: Path) -> list[str]:
-    """Files of the table of contents in reading order, without globs."""
+    """Pages of the table of contents in reading order, without globs and without those that are not written yet."""
     def walk(node: Any) -> Iterator[str]:
         if isinstance(node, dict):
             if "file" in node:
@@ -155,7 +155,8 @@ def toc_order(root: Path) -> list[str]:
             for item in node:
                 yield from walk(item)
 
-    return list(walk(yaml.safe_load((root / "_toc.yml").read_text())))
+    pages = walk(yaml.safe_load((root / "_toc.yml").read_text()))
+    return [page for page in pages if any((root / f"{page}{end}").is_file() for end in (".ipynb", ".md"))]
 
 
 def next_disagreements(chapters: Sequence[Chapter], order: Sequence[str], root: Path) -> list[str]:
