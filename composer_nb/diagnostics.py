@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from .core import widen
+
 # %% auto #0
 __all__ = ['HESITATION_WORDS', 'WINDOW', 'FALL_FRACTION', 'LEAK_LIMIT', 'COSINE_LIMIT', 'COSINE_PREFIX', 'hint_leak_rate',
            'hesitation_rate', 'gradient_cosine', 'scored_share', 'length_stats', 'collapse_warnings']
@@ -107,7 +109,9 @@ def gradient_cosine(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> f
         raise ValueError(f"{len(a)} and {len(b)} gradients; pass one per parameter, None where a channel has none")
     for i, (x, y) in enumerate(zip(a, b)):
         if x is not None and y is not None and x.shape != y.shape:
-            raise ValueError(f"gradients {i} have shapes {tuple(x.shape)} and {tuple(y.shape)}; both must belong to one parameter")
+            raise ValueError(
+                f"gradients {i} have shapes {tuple(x.shape)} and {tuple(y.shape)}; both must belong to one parameter"
+            )
     peak_a, peak_b = _peak(a), _peak(b)
     if not (math.isfinite(peak_a) and math.isfinite(peak_b)):
         return math.nan
@@ -121,7 +125,7 @@ def gradient_cosine(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> f
         dot += 0.0 if x is None or y is None else (x * y).sum().item()
     return max(-1.0, min(1.0, dot / (math.sqrt(squares_a) * math.sqrt(squares_b))))
 
-
+# %% ../nbs/training/02_diagnostics.ipynb #79639bd7
 def _peak(gradients: Sequence[Tensor | None]) -> float:
     "Largest absolute entry, 0 for none; NaN as soon as one entry is NaN."
     peaks = [g.detach().abs().max().item() for g in gradients if g is not None and g.numel()]
@@ -132,7 +136,7 @@ def _scaled(gradient: Tensor | None, peak: float) -> Tensor | None:
     "The gradient in fp32 or wider, divided by `peak`."
     if gradient is None:
         return None
-    return (gradient.detach().float() if gradient.element_size() < 4 else gradient.detach()) / peak
+    return widen(gradient.detach()) / peak
 
 # %% ../nbs/training/02_diagnostics.ipynb #c029-32d941
 def scored_share(scored: Mapping[str, int], total: int) -> dict[str, float]:
@@ -145,7 +149,7 @@ def scored_share(scored: Mapping[str, int], total: int) -> dict[str, float]:
             raise ValueError(f"{name} scored {count} of {total} tokens; count both over the same completions")
     return {name: count / total if total else 0.0 for name, count in scored.items()}
 
-
+# %% ../nbs/training/02_diagnostics.ipynb #45136584
 def length_stats(mask: Tensor) -> dict[str, float]:
     """`mean`, `min` and `max` completion length in tokens from a completion mask (B, T); zeros for an empty batch.
 
@@ -169,11 +173,11 @@ _REMEDY = {
     "entropy": "the policy is losing its alternatives; keep the reward term on and lower alpha_sdpo",
     "completion_length": "answers are shrinking; lower or anneal alpha_sdpo and read some completions",
     "hesitation_rate": "doubt is being trained away; shorten the hints and keep reasoning out of the distilled span",
-    "hint_leak_rate": "completions repeat what only the hint said; read some, and make hints name only what the context holds",
+    "hint_leak_rate": "completions repeat what only the hint said; read some, and let hints name only what the context holds",
     COSINE_PREFIX: "this channel pulls against channel 1; lower its weight or let it set sizes only (composer_nb.credit)",
 }
 
-
+# %% ../nbs/training/02_diagnostics.ipynb #370984ea
 def collapse_warnings(history: Mapping[str, Sequence[float]]) -> list[str]:
     """Plain sentences about logged series that crossed a threshold; an empty list when all is well.
 
@@ -183,7 +187,7 @@ def collapse_warnings(history: Mapping[str, Sequence[float]]) -> list[str]:
     watched = [name for name in history if name in _REMEDY or name.startswith(COSINE_PREFIX)]
     return [warning for name in watched if (warning := _warning(name, history[name]))]
 
-
+# %% ../nbs/training/02_diagnostics.ipynb #deb987a6
 def _warning(name: str, values: Sequence[float]) -> str:
     "The sentence about one series, or nothing."
     if len(values) < WINDOW:

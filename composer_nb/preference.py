@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from .core import widen
+
 # %% auto #0
 __all__ = ['PreferenceLoss', 'sequence_logprobs', 'PreferenceOutput', 'dpo_loss', 'simpo_loss', 'reduce_pairs']
 
@@ -30,13 +32,8 @@ def sequence_logprobs(
             f"logprobs {tuple(logprobs.shape)} and mask {tuple(mask.shape)} must have one shape; shift both (core.shift)"
         )
     mask = mask.bool()
-    total = _widen(logprobs).masked_fill(~mask, 0.0).sum(-1)
+    total = widen(logprobs).masked_fill(~mask, 0.0).sum(-1)
     return total / mask.sum(-1).clamp(min=1) if average else total
-
-
-def _widen(values: Tensor) -> Tensor:
-    "16-bit floats as fp32; wider floats unchanged."
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 # %% ../nbs/kernels/07_preference.ipynb #c012-755510
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def _check_pairs(beta: float, **logps: Tensor) -> list[Tensor]:
     shapes = {name: tuple(value.shape) for name, value in logps.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise ValueError(f"need one log-probability per pair and the same number of pairs everywhere, got {shapes}")
-    return [_widen(value) for value in logps.values()]
+    return [widen(value) for value in logps.values()]
 
 # %% ../nbs/kernels/07_preference.ipynb #c016-a0fac3
 def dpo_loss(

@@ -5,7 +5,6 @@
 # %% ../nbs/training/03_reference_cache.ipynb #c003-0aaac2
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,24 +14,21 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .batch import ComposerDataCollator, DPOPair, pair_ids
+from .files import write_bytes
 from .forward.states import causal_lm, eval_mode
 from .loss import reference_logprobs
 from .models import cache_dir, fingerprint
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 # %% auto #0
 __all__ = ['ReferenceCache', 'cached_reference_logprobs']
@@ -44,7 +40,9 @@ _MODEL = re.compile(r"[0-9A-Za-z_]{1,64}")  # it becomes a file name
 def _digest(model_fingerprint: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bytes:
     "SHA-256 over the three lengths, the fingerprint and both lists of ids."
     if not _MODEL.fullmatch(model_fingerprint):
-        raise ValueError(f"{model_fingerprint!r} is no model fingerprint: use letters, digits and _, as composer_nb.models.fingerprint gives")
+        raise ValueError(
+            f"{model_fingerprint!r} is no model fingerprint: use letters, digits and _, as composer_nb.models.fingerprint gives"
+        )
     name, ids = model_fingerprint.encode(), [*prompt_ids, *answer_ids]
     lengths = struct.pack("<3Q", len(name), len(prompt_ids), len(answer_ids))
     return hashlib.sha256(lengths + name + struct.pack(f"<{len(ids)}q", *ids)).digest()
@@ -62,7 +60,7 @@ def _checksum(model: str, digests: Tensor, logprobs: Tensor) -> str:
     "SHA-256 of the model's name and of both tensors, so that a changed or reordered entry shows."
     return hashlib.sha256(model.encode() + digests.numpy().tobytes() + logprobs.numpy().tobytes()).hexdigest()
 
-
+# %% ../nbs/training/03_reference_cache.ipynb #89af213d
 def _read(path: Path) -> dict[bytes, float]:
     "All entries of a file, none if it is absent. Raises ValueError naming what is wrong with it."
     if not path.is_file():
@@ -75,8 +73,11 @@ def _read(path: Path) -> dict[bytes, float]:
     if set(tensors) != {"digests", "logprobs"}:
         raise ValueError(f"its tensors are {sorted(tensors)}, not digests and logprobs")
     digests, logprobs = tensors["digests"], tensors["logprobs"]
-    if (digests.dtype, logprobs.dtype) != (torch.uint8, torch.float64) or digests.shape != (logprobs.numel(), 32) or logprobs.ndim != 1:
-        raise ValueError(f"digests are {digests.dtype} {tuple(digests.shape)}, logprobs {logprobs.dtype} {tuple(logprobs.shape)}")
+    types, shape = (digests.dtype, logprobs.dtype), (logprobs.numel(), 32)
+    if types != (torch.uint8, torch.float64) or digests.shape != shape or logprobs.ndim != 1:
+        raise ValueError(
+            f"digests are {digests.dtype} {tuple(digests.shape)}, logprobs {logprobs.dtype} {tuple(logprobs.shape)}"
+        )
     if not logprobs.isfinite().all():
         raise ValueError("a log-probability is not finite")
     if facts.get("checksum") != _checksum(path.stem, digests, logprobs):
@@ -84,34 +85,73 @@ def _read(path: Path) -> dict[bytes, float]:
     rows = digests.numpy().tobytes()
     return {rows[i:i + 32]: value for i, value in zip(range(0, len(rows), 32), logprobs.tolist())}
 
-
+# %% ../nbs/training/03_reference_cache.ipynb #ffee7bd4
 def _write(path: Path, entries: dict[bytes, float]) -> None:
-    "Replace the file in one step."
+    "Replace the file in one step, on disk before it is seen."
     digests = torch.frombuffer(bytearray(b"".join(entries)), dtype=torch.uint8).view(-1, 32)
     logprobs = torch.tensor(list(entries.values()), dtype=torch.float64)
     facts = {"model": path.stem, "checksum": _checksum(path.stem, digests, logprobs)}
-    building = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    write_bytes(path, save({"digests": digests, "logprobs": logprobs}, metadata=facts), sync=True)
+
+
+def _load(path: Path) -> dict[bytes, float]:
+    "Under the lock: the file's entries; a damaged file is set aside."
     try:
-        with open(building, "wb") as file:
-            file.write(save({"digests": digests, "logprobs": logprobs}, metadata=facts))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(building, path)
-    finally:
-        building.unlink(missing_ok=True)
+        return _read(path)
+    except ValueError as error:
+        aside = path.rename(path.with_name(f"{path.stem}.{secrets.token_hex(4)}.damaged"))
+        warnings.warn(f"{path} is damaged: {error}. It is now {aside.name}; its entries will be scored again", stacklevel=5)
+        return {}
+
+# %% ../nbs/training/03_reference_cache.ipynb #e3210492
+@dataclass
+class _Store:
+    "The files of a folder, one for each model, and what is known of them in memory."
+
+    folder: Path
+    known: dict[str, dict[bytes, float]] = field(default_factory=dict)
+
+    def entries(self, model: str) -> dict[bytes, float]:
+        "A model's entries in memory; reads its file on first use."
+        if model not in self.known:
+            self.known[model] = self._read(model)
+        return self.known[model]
+
+    def merge(self, model: str) -> None:
+        "Add to the file what is not there yet; what stands on disk stays."
+        with self.locked(model):
+            merged = self.entries(model) | _load(self.path(model))
+            _write(self.path(model), merged)
+        self.known[model] = merged
+
+    def path(self, model: str) -> Path:
+        return self.folder / f"{model}.safetensors"
+
+    def locked(self, model: str) -> FileLock:
+        "Keeps other processes from replacing this model's file; for `with`."
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.folder / f"{model}.lock")
+
+    def _read(self, model: str) -> dict[bytes, float]:
+        "Reading needs no lock: files are only ever replaced whole."
+        try:
+            return _read(self.path(model))
+        except ValueError:
+            with self.locked(model):  # read again: another process may have replaced it meanwhile
+                return _load(self.path(model))
 
 # %% ../nbs/training/03_reference_cache.ipynb #c010-994735
 class ReferenceCache:
-    """Reference log-probabilities (nats, float64) in a folder, one safetensors file per model; `get`, `put`, then `flush`.
+    """Reference log-probabilities (nats, float64) in a folder, one file per model; `get`, `put`, then `flush`.
 
-    `folder` defaults to `references` beside the converted models (`composer_nb.models.cache_dir`). A file that does not
-    pass its checks is renamed to `*.damaged` with a warning, and its entries are scored again. Raises ValueError for
-    malformed keys and non-finite values, OSError where the folder cannot be written.
+    `folder` defaults to `references` in `models.cache_dir()`. A file that does not pass its checks is renamed to
+    `*.damaged` with a warning, and its entries are scored again. Raises ValueError for malformed keys and non-finite
+    values, OSError where the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike | None = None) -> None:
         self.folder = cache_dir() / "references" if folder is None else Path(folder)
-        self._entries: dict[str, dict[bytes, float]] = {}
+        self._store = _Store(self.folder)
         self._unsaved: set[str] = set()
 
     @staticmethod
@@ -121,7 +161,7 @@ class ReferenceCache:
 
     def get(self, keys: Sequence[str]) -> list[float | None]:
         "The log-probability of each key, None where it is not known. Reads a model's file on first use."
-        return [self._of(model).get(digest) for model, digest in map(_parts, keys)]
+        return [self._store.entries(model).get(digest) for model, digest in map(_parts, keys)]
 
     def put(self, keys: Sequence[str], values: Sequence[float]) -> None:
         "Remember values; they are on disk after `flush`."
@@ -131,50 +171,14 @@ class ReferenceCache:
             if not abs(value) < float("inf"):
                 raise ValueError(f"{key} would be {value}: a log-probability must be finite")
             model, digest = _parts(key)
-            self._of(model)[digest] = value
+            self._store.entries(model)[digest] = value
             self._unsaved.add(model)
 
     def flush(self) -> None:
         "Merge into the files what is not there yet."
         for model in sorted(self._unsaved):
-            with self._locked(model):
-                merged = self._of(model) | self._load(model)
-                _write(self._path(model), merged)
-            self._entries[model] = merged
+            self._store.merge(model)
             self._unsaved.discard(model)
-
-    def _path(self, model: str) -> Path:
-        return self.folder / f"{model}.safetensors"
-
-    def _of(self, model: str) -> dict[bytes, float]:
-        "This model's entries in memory. Reading needs no lock: files are only ever replaced whole."
-        if model not in self._entries:
-            try:
-                self._entries[model] = _read(self._path(model))
-            except ValueError:
-                with self._locked(model):  # read again: another process may have replaced it meanwhile
-                    self._entries[model] = self._load(model)
-        return self._entries[model]
-
-    def _load(self, model: str) -> dict[bytes, float]:
-        "Under the lock: the file's entries; a damaged file is set aside."
-        path = self._path(model)
-        try:
-            return _read(path)
-        except ValueError as error:
-            aside = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.damaged")
-            os.replace(path, aside)
-            warnings.warn(f"{path} is damaged: {error}. It is now {aside.name}; its entries will be scored again", stacklevel=4)
-            return {}
-
-    @contextlib.contextmanager
-    def _locked(self, model: str) -> Iterator[None]:
-        "Keep other processes from replacing this model's file."
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{model}.lock", "w") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
 # %% ../nbs/training/03_reference_cache.ipynb #c015-dff60b
 def _scorer(model: nn.Module) -> str:
@@ -228,7 +232,7 @@ def cached_reference_logprobs(
         known = _score(model, [(both, unknown[both]) for both in todo], collator, cache, batch_size, bar) | known
     return _filled(pairs, iter(keys), known)
 
-
+# %% ../nbs/training/03_reference_cache.ipynb #f3b82bd0
 def _score(
     model: nn.Module, todo: list[tuple[tuple[str, str], DPOPair]], collator: ComposerDataCollator, cache: ReferenceCache | None,
     batch_size: int, bar: tqdm,
@@ -269,7 +273,7 @@ def _score_batch(
             fresh[both[place]] = value
     return fresh
 
-
+# %% ../nbs/training/03_reference_cache.ipynb #3bab87e4
 def _filled(pairs: Sequence[DPOPair], keys: Iterator[tuple[str, str]], known: dict[str, float]) -> list[DPOPair]:
     "What a pair carries already stays; `keys` belong to the pairs that lack something, in order."
     done = []

@@ -7,138 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from .core import wide_dtype
 from .forward.states import eval_mode
 
 # %% auto #0
-__all__ = ['TeacherKind', 'SelfTeacher']
+__all__ = ['View', 'TeacherKind', 'Kept', 'mix_views', 'SelfTeacher']
 
-# %% ../nbs/training/04_self_teacher.ipynb #c006-f3b9ff
-TeacherKind = Literal["live", "frozen", "ema", "trust_region"]
-
-
-class SelfTeacher:
-    """The weights that score hinted contexts: `views()` or `use()` yield modules in eval mode, `update()` moves an average.
-
-    `rate` is the step r of the average for `ema`, in (0, 1], and the live model's share for `trust_region`, in [0, 1].
-    With PEFT (anything with `disable_adapter`) no kind copies the base: `frozen` is the base with adapters off, and `ema`
-    averages the tensors that are trainable now. That base is where training began only if the adapters began at zero.
-    """
-
-    def __init__(self, student: nn.Module, kind: TeacherKind = "ema", rate: float = 0.05) -> None:
-        if kind not in get_args(TeacherKind):
-            raise ValueError(f"unknown teacher {kind!r}; known: {', '.join(get_args(TeacherKind))}")
-        if not (0.0 <= rate <= 1.0 and (rate > 0.0 or kind == "trust_region")):
-            raise ValueError(f"teacher_ema_rate must lie in {'[0, 1]' if kind == 'trust_region' else '(0, 1]'}, got {rate}")
-        self.student, self.kind, self.rate = student, kind, rate
-        self.adapters = hasattr(student, "disable_adapter")
-        if self.adapters and kind in ("frozen", "trust_region"):
-            _require_separable(student)
-        self.copy = None if kind == "live" or self.adapters else _copy(student)
-        self.average = _trainable_copy(student) if kind == "ema" and self.adapters else {}
-
-    def use(self) -> AbstractContextManager[nn.Module]:
-        "The teacher module, in eval mode. A mixture is no single module: with `trust_region` enter `views()`, or call `mix`."
-        if self.kind == "trust_region":
-            raise ValueError("a trust-region teacher mixes the logits of two models: run each of views() in turn, or call mix(function)")
-        return self._live() if self.kind == "live" else self._frozen() if self.kind == "frozen" else self._averaged()
-
-    def views(self) -> list[tuple[float, AbstractContextManager[nn.Module]]]:
-        "Weights that sum to 1 and what to run for each; enter one after the other, each once. A view of weight 0 is left out."
-        if self.kind != "trust_region":
-            return [(1.0, self.use())]
-        both = [(1.0 - self.rate, self._frozen()), (self.rate, self._live())]
-        return [(weight, view) for weight, view in both if weight > 0]
-
-    @torch.no_grad()
-    def mix(self, score: Callable[[nn.Module], Tensor]) -> Tensor:
-        "The teacher's logits, without gradient: `score(module)` of each view, weighted and summed."
-        total = None
-        for weight, view in self.views():
-            with view as module:
-                logits = score(module)
-            part = logits if weight == 1.0 else weight * logits
-            total = part if total is None else total + part
-        return total
-
-    @torch.no_grad()
-    def update(self) -> None:
-        "One step of the average, after each optimizer step; nothing for the other kinds."
-        if self.kind != "ema":
-            return
-        if self.copy is None:
-            parameters = dict(self.student.named_parameters())
-            for name, mine in self.average.items():
-                mine.lerp_(parameters[name].to(mine), self.rate)
-            return
-        for mine, theirs in zip(self.copy.parameters(), self.student.parameters()):
-            mine.lerp_(theirs.to(mine.dtype), self.rate)
-        for mine, theirs in zip(self.copy.buffers(), self.student.buffers()):
-            mine.copy_(theirs)
-
-    @contextlib.contextmanager
-    def _live(self) -> Iterator[nn.Module]:
-        with _borrowed(self.student):
-            yield self.student
-
-    @contextlib.contextmanager
-    def _frozen(self) -> Iterator[nn.Module]:
-        if self.copy is not None:
-            yield self.copy
-            return
-        with _borrowed(self.student), self.student.disable_adapter():
-            yield self.student
-
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[nn.Module]:
-        if self.copy is not None:
-            yield self.copy
-            return
-        with _borrowed(self.student), _swapped(self.student, self.average):
-            yield self.student
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: the averaged tensors for `ema`, nothing otherwise, each storage once (tied weights too).
-
-        The other references are rebuilt from the initial model; checking that it is the same one is the trainer's task.
-        """
-        if self.copy is None:
-            return {name: tensor.contiguous() for name, tensor in self.average.items()}
-        if self.kind != "ema":
-            return {}
-        own = dict(self.copy.named_parameters()) | dict(self.copy.named_buffers())
-        return {name: tensor.detach().contiguous() for name, tensor in self.copy.state_dict().items() if name in own}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        "Take over a checkpoint's average; ValueError names what is missing, unexpected, of another shape, or not finite."
-        mine = self.state_dict()
-        for title, names in (("lacks", mine.keys() - state.keys()), ("has unexpected", state.keys() - mine.keys())):
-            if names:
-                raise ValueError(f"the teacher's checkpoint {title} {_listed(names)}: it must come from a teacher of kind {self.kind!r} of the same "
-                                 f"model{' with the same adapters' if self.adapters else ''}: build the trainer as that run did")
-        for name, tensor in state.items():
-            if tensor.shape != mine[name].shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)} in the teacher's checkpoint and {tuple(mine[name].shape)} here: "
-                                 "build the trainer from the model of that run")
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"{name} is not finite in the teacher's checkpoint: resume from an earlier one")
-        target = self.average if self.copy is None else self.copy.state_dict()
-        for name, tensor in state.items():
-            target[name].copy_(tensor)
-
-
-def _listed(names: set[str], limit: int = 3) -> str:
-    "The first few names, and how many there are."
-    return ", ".join(sorted(names)[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-# %% ../nbs/training/04_self_teacher.ipynb #c008-14ed5e
+# %% ../nbs/training/04_self_teacher.ipynb #7592f034
 @contextlib.contextmanager
 def _borrowed(student: nn.Module) -> Iterator[None]:
     "The student in eval mode; afterwards its modes and its `requires_grad` flags (PEFT flips them) are as before."
@@ -166,7 +49,7 @@ def _swapped(student: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
         for name, data in own.items():
             parameters[name].data = data
 
-
+# %% ../nbs/training/04_self_teacher.ipynb #4db5675a
 def _copy(student: nn.Module) -> nn.Module:
     "A frozen copy without the forward that TRL patched in (it would call the student's)."
     twin = copy.deepcopy(student)
@@ -177,20 +60,192 @@ def _copy(student: nn.Module) -> nn.Module:
 
 def _trainable_copy(student: nn.Module) -> dict[str, Tensor]:
     "The trainable tensors by name, at least in fp32: a 16-bit average would round small steps away."
-    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-    found = {name: p.detach().to(wide.get(p.dtype, p.dtype), copy=True) for name, p in student.named_parameters() if p.requires_grad}
-    if not found:
-        raise ValueError("no parameter of this PEFT model is trainable: there is nothing to average. Load the adapter with is_trainable=True")
-    return found
+    trainable = {name: p.detach() for name, p in student.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError(
+            "no parameter of this PEFT model is trainable: there is nothing to average. "
+            "Load the adapter with is_trainable=True"
+        )
+    return {name: p.to(wide_dtype(p.dtype), copy=True) for name, p in trainable.items()}
 
 
+def _listed(names: set[str], limit: int = 3) -> str:
+    "The first few names, and how many there are."
+    return ", ".join(sorted(names)[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+# %% ../nbs/training/04_self_teacher.ipynb #d3966a87
 def _require_separable(student: nn.Module) -> None:
     "Switching adapters off must give back the base: whatever else was trained would stay on."
     prefix = getattr(student.base_model, "prefix", None)  # of the names of adapter parameters: "lora_" for LoRA
     if prefix is None:
         return
     switched = (prefix, "modules_to_save", "trainable_tokens")
-    others = {name for name, p in student.named_parameters() if p.requires_grad and not any(part in name for part in switched)}
-    if others:
-        raise ValueError(f"{_listed(others)} train outside the adapters and stay on when adapters are off, so the base is not the model before "
-                         "training: freeze them (bias='none'), or use teacher='ema' or 'live'")
+    trained = {name for name, p in student.named_parameters() if p.requires_grad}
+    if others := {name for name in trained if not any(part in name for part in switched)}:
+        raise ValueError(
+            f"{_listed(others)} train outside the adapters and stay on when adapters are off, so the base is not the model "
+            "before training: freeze them (bias='none'), or use teacher='ema' or 'live'"
+        )
+
+# %% ../nbs/training/04_self_teacher.ipynb #c1708683
+@dataclass
+class Kept:
+    "What a teacher holds besides the student: a copy of the whole model, or averages of its trainable tensors, or nothing."
+
+    copy: nn.Module | None = None
+    average: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def step(self, student: nn.Module, rate: float) -> None:
+        "Move the average by `rate` of the way to the student."
+        if self.copy is None:
+            parameters = dict(student.named_parameters())
+            for name, mine in self.average.items():
+                mine.lerp_(parameters[name].to(mine), rate)
+            return
+        for mine, theirs in zip(self.copy.parameters(), student.parameters()):
+            mine.lerp_(theirs.to(mine.dtype), rate)
+        for mine, theirs in zip(self.copy.buffers(), student.buffers()):
+            mine.copy_(theirs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        "What is held, by name, each storage once (tied weights too)."
+        if self.copy is None:
+            return {name: tensor.contiguous() for name, tensor in self.average.items()}
+        own = dict(self.copy.named_parameters()) | dict(self.copy.named_buffers())
+        return {name: tensor.detach().contiguous() for name, tensor in self.copy.state_dict().items() if name in own}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        target = self.average if self.copy is None else self.copy.state_dict()
+        for name, tensor in state.items():
+            target[name].copy_(tensor)
+
+# %% ../nbs/training/04_self_teacher.ipynb #838c85b9
+def _check_state(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], same: str) -> None:
+    "ValueError names what is missing, unexpected, of another shape, or not finite."
+    for title, names in (("lacks", mine.keys() - state.keys()), ("has unexpected", state.keys() - mine.keys())):
+        if names:
+            raise ValueError(
+                f"the teacher's checkpoint {title} {_listed(names)}: it must come from a teacher of {same}: "
+                "build the trainer as that run did"
+            )
+    for name, tensor in state.items():
+        if tensor.shape != mine[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} in the teacher's checkpoint and {tuple(mine[name].shape)} here: "
+                "build the trainer from the model of that run"
+            )
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} is not finite in the teacher's checkpoint: resume from an earlier one")
+
+# %% ../nbs/training/04_self_teacher.ipynb #52e3926e
+View = AbstractContextManager[nn.Module]
+
+
+@contextlib.contextmanager
+def _live(student: nn.Module, kept: Kept) -> Iterator[nn.Module]:
+    with _borrowed(student):
+        yield student
+
+
+@contextlib.contextmanager
+def _frozen(student: nn.Module, kept: Kept) -> Iterator[nn.Module]:
+    if kept.copy is not None:
+        yield kept.copy
+        return
+    with _borrowed(student), student.disable_adapter():
+        yield student
+
+
+@contextlib.contextmanager
+def _averaged(student: nn.Module, kept: Kept) -> Iterator[nn.Module]:
+    if kept.copy is not None:
+        yield kept.copy
+        return
+    with _borrowed(student), _swapped(student, kept.average):
+        yield student
+
+
+@torch.no_grad()
+def mix_views(views: Sequence[tuple[float, View]], score: Callable[[nn.Module], Tensor]) -> Tensor:
+    "Logits without gradient: `score(module)` of each view, weighted and summed."
+    total = None
+    for weight, view in views:
+        with view as module:
+            logits = score(module)
+        part = logits if weight == 1.0 else weight * logits
+        total = part if total is None else total + part
+    return total
+
+# %% ../nbs/training/04_self_teacher.ipynb #c006-f3b9ff
+class SelfTeacher:
+    """The weights that score hinted contexts: `views()` or `use()` yield modules in eval mode, `update()` moves an average.
+
+    `rate`: step r of the average for `ema`, in (0, 1]; the live model's share for `trust_region`, in [0, 1]. With PEFT
+    `frozen` is the base with adapters off (the start only if they began at zero), `ema` averages what is trainable now.
+    """
+
+    def __init__(self, student: nn.Module, kind: TeacherKind = "ema", rate: float = 0.05) -> None:
+        self.student, self.kind, self.rate = student, kind, rate
+        self.kept = _keep(student, kind, rate)
+
+    copy = property(lambda self: self.kept.copy)
+    average = property(lambda self: self.kept.average)
+
+    def use(self) -> View:
+        "The teacher module, in eval mode. A mixture is no single module: with `trust_region` enter `views()`, or call `mix`."
+        return _VIEWS[self.kind](self.student, self.kept)
+
+    def views(self) -> list[tuple[float, View]]:
+        "Weights that sum to 1 and what to run for each; enter one after the other, each once. A view of weight 0 is left out."
+        shares = {"frozen": 1.0 - self.rate, "live": self.rate} if self.kind == "trust_region" else {self.kind: 1.0}
+        return [(share, _VIEWS[kind](self.student, self.kept)) for kind, share in shares.items() if share > 0]
+
+    def mix(self, score: Callable[[nn.Module], Tensor]) -> Tensor:
+        "The teacher's logits, without gradient: `score(module)` of each view, weighted and summed."
+        return mix_views(self.views(), score)
+
+    def update(self) -> None:
+        "One step of the average, after each optimizer step; nothing for the other kinds."
+        if self.kind == "ema":
+            self.kept.step(self.student, self.rate)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        "What a checkpoint must hold: the averaged tensors for `ema`; nothing for the others, rebuilt from the initial model."
+        return self.kept.tensors() if self.kind == "ema" else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        "Take over a checkpoint's average; ValueError names what is missing, unexpected, of another shape, or not finite."
+        _check_state(state, self.state_dict(), _origin(self.student, self.kind))
+        self.kept.load(state)
+
+# %% ../nbs/training/04_self_teacher.ipynb #fcde1867
+TeacherKind = Literal["live", "frozen", "ema", "trust_region"]
+
+
+def _keep(student: nn.Module, kind: TeacherKind, rate: float) -> Kept:
+    "What a teacher of this kind holds; ValueError for an unknown kind, a rate outside its range, or inseparable adapters."
+    if kind not in get_args(TeacherKind):
+        raise ValueError(f"unknown teacher {kind!r}; known: {', '.join(get_args(TeacherKind))}")
+    if not (0.0 <= rate <= 1.0 and (rate > 0.0 or kind == "trust_region")):
+        raise ValueError(f"teacher_ema_rate must lie in {'[0, 1]' if kind == 'trust_region' else '(0, 1]'}, got {rate}")
+    adapters = hasattr(student, "disable_adapter")
+    if adapters and kind in ("frozen", "trust_region"):
+        _require_separable(student)
+    if kind == "live" or adapters:
+        return Kept(average=_trainable_copy(student) if kind == "ema" else {})
+    return Kept(copy=_copy(student))
+
+
+def _origin(student: nn.Module, kind: TeacherKind) -> str:
+    return f"kind {kind!r} of the same model{' with the same adapters' if hasattr(student, 'disable_adapter') else ''}"
+
+
+def _no_single_module(student: nn.Module, kept: Kept) -> View:
+    raise ValueError(
+        "a trust-region teacher mixes the logits of two models: run each of views() in turn, or call mix(function)"
+    )
+
+
+_VIEWS = {"live": _live, "frozen": _frozen, "ema": _averaged, "trust_region": _no_single_module}

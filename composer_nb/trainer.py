@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -29,6 +29,7 @@ from .batch import Alignment, AlignmentError, ComposerDataCollator, DPOPair, Rol
 from .core import token_logprobs
 from .credit import rlsd_advantages, rlsd_mix
 from .diagnostics import collapse_warnings, gradient_cosine, hesitation_rate, hint_leak_rate
+from .files import write_bytes, write_text
 from .forward.sharing import encode_shared
 from .forward.states import Encoded, causal_lm, encode_sequences, eval_mode, head_shortcut
 from .hints import Placement
@@ -550,10 +551,9 @@ class ComposerReplicationTrainer(GRPOTrainer):
         if self._keeps_state() and self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             if self.teacher is not None and (tensors := self.teacher.state_dict()):
-                save_file(tensors, folder / "composer_teacher.safetensors.tmp")
-                os.replace(folder / "composer_teacher.safetensors.tmp", folder / "composer_teacher.safetensors")
+                write_bytes(folder / "composer_teacher.safetensors", save(tensors))
             state = {"teacher": self.teacher.kind if self.teacher else None, "base": self._base}
-            (folder / "composer_state.json").write_text(json.dumps(state))
+            write_text(folder / "composer_state.json", json.dumps(state))
         super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
 
     def _keeps_state(self) -> bool:

@@ -92,4 +92,12 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("COMPOSER_NB_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert models.cache_dir() == tmp_path / "b" / "composer_nb"
-    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def test_a_cache_in_the_old_place_goes_on_being_used(monkeypatch, tmp_path):
+    monkeypatch.delenv("COMPOSER_NB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "before"))
+    monkeypatch.setattr(models.platformdirs, "user_cache_dir", lambda name, appauthor: str(tmp_path / "now" / name))
+    assert models.cache_dir() == tmp_path / "now" / "composer_nb"
+    (tmp_path / "before" / "composer_nb").mkdir(parents=True)
+    assert models.cache_dir() == tmp_path / "before" / "composer_nb"
