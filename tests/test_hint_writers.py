@@ -13,7 +13,7 @@ import tiny
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from composer_nb import hint_writers as hw
+from composer_nb import hints as hw
 from composer_nb.batch import ComposerDataCollator, Rollout, align, assert_aligned
 from composer_nb.hints import (
     HintContext,
@@ -24,6 +24,7 @@ from composer_nb.hints import (
     render,
     template_hint,
 )
+from composer_nb.hints.leaks import _COMMON, _EMPTY
 from composer_nb.models import complete, load_model
 from composer_nb.replay.teachers import LocalTeacher, OutOfCredit, TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState, action_text, tool_call
@@ -264,7 +265,7 @@ WORDS = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789Ã
 def test_a_planted_string_is_found_in_every_spelling(value, which, before, after):
     letters = "".join(c for c in value if c.isalnum())
     assume(value == value.strip() and len(letters) >= 2 or value == "++")
-    assume(value.lower() not in hw._COMMON | hw._EMPTY or value == "IN")
+    assume(value.lower() not in _COMMON | _EMPTY or value == "IN")
     assume(value != "IN" or which in (0, 1, 3))
     spelled = spellings(value)[which]
     assert hw.leaked_values(f"{before}{spelled}{after}", {"a": [{"b": value}]}) == [value]
@@ -558,9 +559,12 @@ def test_the_hint_stands_above_the_failing_call_and_compared_tokens_are_equal(si
 
 
 def test_the_room_imports_only_from_floors_below():
-    tree = ast.parse(Path(hw.__file__).read_text())
-    ours = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
-    assert ours == {"hints", "traces"}
+    below = set()
+    for path in Path(hw.__file__).parent.glob("[a-z]*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        below |= {node.module.split(".")[0] for node in nodes if node.level == 2}
+        assert {node.module for node in nodes if node.level == 1} <= {"place", "error_sites", "writers", "leaks"}
+    assert below == {"traces"}
 
 
 def test_a_teacher_that_costs_money_is_not_asked_without_its_books():

@@ -14,6 +14,7 @@ from composer_nb.traces.ingester import (
 )
 from composer_nb.traces.lines import IngestReport, Problem, Source, decode_line
 from composer_nb.traces.openai_chat import ChatIngester
+from composer_nb.traces.pair import DPOPair
 from composer_nb.traces.prefix import Prefix
 from composer_nb.traces.state import (
     Action,
@@ -40,6 +41,7 @@ __all__ = [
     "Action",
     "ChatIngester",
     "ClaudeCodeIngester",
+    "DPOPair",
     "FileIngester",
     "Format",
     "IngestReport",
