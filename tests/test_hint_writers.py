@@ -25,7 +25,8 @@ from composer_nb.hints import (
     template_hint,
 )
 from composer_nb.models import complete, load_model
-from composer_nb.replay.teachers import LocalTeacher, OutOfCredit, TeacherReply, TeacherRequest
+from composer_nb.replay.local_teacher import LocalTeacher
+from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState, action_text, tool_call
 
 TASK = [{"role": "user", "content": "Make the parser accept an empty file."}]
