@@ -24,7 +24,7 @@ import httpx
 # %% auto #0
 __all__ = ['TokenBucket', 'Attempt', 'retry_after_s', 'Limits', 'Places', 'Pace', 'Endpoint']
 
-# %% ../../nbs/replay/03_endpoints.ipynb #c007-9ee647
+# %% ../../nbs/replay/03_endpoints.ipynb #c007-150d19
 class TokenBucket:
     """Lets `rate` calls per second start, evenly, after at most `burst` at once.
 
@@ -35,7 +35,7 @@ class TokenBucket:
     def __init__(self, rate: float, burst: int = 1) -> None:
         if not (rate > 0 and math.isfinite(rate) and burst >= 1):
             raise ValueError(
-                f"rate is {rate} per second with a burst of {burst}; need a rate > 0 and a burst >= 1"
+                f"rate is {rate} per second, burst {burst}; need a positive rate and a burst >= 1"
             )
         self.rate, self.burst, self._next = rate, burst, -math.inf
 
