@@ -26,7 +26,8 @@ from composer_nb.hints import (
 )
 from composer_nb.hints.leaks import _COMMON, _EMPTY
 from composer_nb.models import complete, load_model
-from composer_nb.replay.teachers import LocalTeacher, OutOfCredit, TeacherReply, TeacherRequest
+from composer_nb.replay.local_teacher import LocalTeacher
+from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState, action_text, tool_call
 
 TASK = [{"role": "user", "content": "Make the parser accept an empty file."}]

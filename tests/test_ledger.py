@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.replay.ledger import Budget, Ledger, LedgerInUse, NotRecorded, decode_line, encode_line
-from composer_nb.replay.teachers import TeacherReply, TeacherRequest
+from composer_nb.replay.budget import Budget
+from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded, decode_line, encode_line
+from composer_nb.replay.protocol import TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall
 
 
@@ -414,10 +415,10 @@ def test_another_process_is_kept_out_until_it_dies(path: Path) -> None:
 
 def test_one_replay_at_a_time() -> None:
     with Ledger(None) as ledger:
-        with ledger.lease():
+        with ledger.lock():
             with pytest.raises(LedgerInUse, match="another replay"):
-                ledger.lease().__enter__()
-        with ledger.lease():
+                ledger.lock().__enter__()
+        with ledger.lock():
             pass
 
 

@@ -28,7 +28,7 @@ from composer_nb.replay.normalize import (
     replay_and_normalize_trace,
     replay_and_normalize_trace_sync,
 )
-from composer_nb.replay.teachers import TeacherReply, TeacherRequest
+from composer_nb.replay.protocol import TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall, TraceState, action_text
 
 WIRE = [

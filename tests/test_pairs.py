@@ -19,18 +19,10 @@ from composer_nb.hints import encode, render
 from composer_nb.loss import channel_gradient_norms, compose_loss
 from composer_nb.reference_cache import ReferenceCache, cached_reference_logprobs
 from composer_nb.replay import pairs as room
-from composer_nb.replay.pairs import (
-    EmbeddingJudge,
-    LLMJudge,
-    canonical_action,
-    consensus,
-    consensus_table,
-    exact,
-    extract_dpo_pairs,
-    hidden_state_embedder,
-    same_action,
-    student_messages,
-)
+from composer_nb.replay.actions import canonical_action, same_action
+from composer_nb.replay.consensus import EmbeddingJudge, LLMJudge, consensus, exact, hidden_state_embedder
+from composer_nb.replay.export import student_messages
+from composer_nb.replay.pairs import consensus_table, extract_dpo_pairs
 from composer_nb.traces import Action, ToolCall, TraceState, action_text, parse_action
 
 TOKENIZER = tiny.tokenizer()

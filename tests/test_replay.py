@@ -17,17 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.replay.ledger import Budget, Ledger, LedgerInUse, NotRecorded
-from composer_nb.replay.runner import (
-    Decision,
-    Estimate,
-    Replay,
-    VOIGate,
-    ledgered_reply,
-    replay_trace,
-    replay_trace_sync,
-)
-from composer_nb.replay.teachers import OutOfCredit, TeacherReply, TeacherRequest, TeacherStop
+from composer_nb.replay.account import Estimate, Replay
+from composer_nb.replay.budget import Budget
+from composer_nb.replay.gate import Decision, VOIGate
+from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded
+from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherRequest, TeacherStop
+from composer_nb.replay.runner import ledgered_reply, replay_trace, replay_trace_sync
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from composer_nb.replay.http_teacher import HTTPTeacher
 from composer_nb.replay.ledger import Ledger
-from composer_nb.replay.teachers import HTTPTeacher, Price, Prices
+from composer_nb.replay.prices import Price, Prices
 from composer_nb.traces import Action, TraceState, save_states
 
-SERVER = Path(__file__).resolve().parents[1] / "spikes" / "010_replay_faults" / "server.py"
+SERVER = ["-m", "composer_nb.drills.teacher_server"]
 MODEL, PLACES = "vendor/ok", 8
 
 
@@ -35,8 +36,9 @@ def teacher(base_url: str) -> HTTPTeacher:
 
 CLIENT = """
 import json, sys
+from composer_nb.replay.http_teacher import HTTPTeacher
+from composer_nb.replay.prices import Price, Prices
 from composer_nb.replay.runner import replay_trace_sync
-from composer_nb.replay.teachers import HTTPTeacher, Price, Prices
 from composer_nb.traces import load_states
 base_url, states, ledger, ceiling = sys.argv[1:]
 prices = Prices("2026-11-20", "the server's own", {"vendor/ok": Price(1e-6, 2e-6)})
@@ -61,7 +63,7 @@ class Server:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     log = tmp_path / "calls.jsonl"
-    command = [sys.executable, str(SERVER), "--delay-ms", "40", "--log", str(log)]
+    command = [sys.executable, *SERVER, "--delay-ms", "40", "--log", str(log)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield Server(json.loads(process.stdout.readline())["base_url"], log)

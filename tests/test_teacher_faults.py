@@ -1,7 +1,6 @@
 """A misbehaving endpoint over real sockets: each fault has its outcome, and none is paid twice."""
 
 import asyncio
-import importlib.util
 import io
 import json
 import logging
@@ -12,29 +11,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from composer_nb.replay.teachers import HTTPTeacher, OutOfCredit, Price, Prices, TeacherReply, TeacherStop
+from composer_nb.drills import teacher_server
+from composer_nb.drills.teacher_server import FaultServer
+from composer_nb.replay.http_teacher import HTTPTeacher
+from composer_nb.replay.prices import Price, Prices
+from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherStop
 from composer_nb.traces import ToolCall, TraceState
 
-SERVER = Path(__file__).resolve().parents[1] / "spikes" / "010_replay_faults" / "server.py"
+SERVER = ["-m", "composer_nb.drills.teacher_server"]
 KEY = "sk-or-v1-PLANTED0123456789"
 PRICES = Prices("2026-11-20", "test", {})
 
 
-def load_server():
-    spec = importlib.util.spec_from_file_location("replay_fault_server", SERVER)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def server():
-    with load_server().FaultServer() as running:
+    with FaultServer() as running:
         yield running
 
 
@@ -183,7 +177,7 @@ def test_nobody_listens():
 
 def test_a_server_that_starts_late_is_waited_for(tmp_path):
     """Connection refused is never paid, so it is tried again."""
-    module = load_server()
+    module = teacher_server
 
     async def run():
         listener = await (first := module.Server(module.Books(tmp_path / "a"))).start()
@@ -215,7 +209,7 @@ def test_lost_replies_are_asked_again_only_on_request(server):
 
 def test_a_stop_after_a_perhaps_paid_attempt_is_filed(server, tmp_path):
     """The possible charge must not vanish with the exception."""
-    module = load_server()
+    module = teacher_server
     with module.FaultServer(log=tmp_path / "log") as own:
         model = "vendor/reset"
         teacher = HTTPTeacher(model, own.base_url, prices=Prices("d", "s", {model: Price(1e-6, 2e-6)}), retry_lost=True, backoff_s=0.6)
@@ -292,7 +286,7 @@ def test_the_key_appears_nowhere(server, monkeypatch):
         for fault in ALL_FAULTS:
             teacher = HTTPTeacher(f"vendor/{fault}", server.base_url, api_key_env="TEACHER_TEST_KEY", timeout_s=0.3, backoff_s=0.01)
             request = teacher.request(question(f"key {fault}"))
-            texts += [repr(teacher), repr(request), request.key, json.dumps(teacher.body(request)), repr(vars(teacher)), repr(vars(teacher._line))]
+            texts += [repr(teacher), repr(request), request.key, json.dumps(teacher.body(request)), repr(vars(teacher)), repr(vars(teacher._endpoint))]
             try:
                 reply = asyncio.run(_ask(teacher, question(f"key {fault}")))
                 texts += [repr(reply), json.dumps(reply.to_record()), pickle.dumps(reply).decode("latin-1")]
@@ -352,7 +346,7 @@ def test_a_missing_or_broken_key_stops_before_the_call(server, monkeypatch, valu
 def slow_server(tmp_path_factory):
     """The server in a process of its own, 200 ms per answer."""
     log = tmp_path_factory.mktemp("slow") / "calls.jsonl"
-    command = [sys.executable, str(SERVER), "--port", "0", "--delay-ms", "200", "--log", str(log)]
+    command = [sys.executable, *SERVER, "--port", "0", "--delay-ms", "200", "--log", str(log)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     base_url = json.loads(process.stdout.readline())["base_url"]
     yield base_url, log
@@ -389,14 +383,14 @@ def test_rate_against_ideal(slow_server):
 
 
 def test_concurrency_is_kept(tmp_path):
-    with load_server().FaultServer(delay_s=0.05, log=tmp_path / "log") as own:
+    with FaultServer(delay_s=0.05, log=tmp_path / "log") as own:
         timed(own.base_url, 40, concurrency=8)
         assert own.server.connections <= 8
         assert own.requests("model")["vendor/ok"] == 48
 
 
 def test_requests_per_second_is_kept_at_the_server(tmp_path):
-    with load_server().FaultServer(log=tmp_path / "log") as own:
+    with FaultServer(log=tmp_path / "log") as own:
         teacher = HTTPTeacher("vendor/ok", own.base_url, concurrency=16, requests_per_second=50)
 
         async def run():
@@ -412,7 +406,7 @@ def test_requests_per_second_is_kept_at_the_server(tmp_path):
 
 def test_a_killed_server_leaves_its_books(tmp_path):
     log = tmp_path / "calls.jsonl"
-    process = subprocess.Popen([sys.executable, str(SERVER), "--log", str(log)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *SERVER, "--log", str(log)], stdout=subprocess.PIPE, text=True)
     base_url = json.loads(process.stdout.readline())["base_url"]
     teacher = HTTPTeacher("vendor/ok", base_url)
     assert asyncio.run(_ask(teacher, question())).outcome == "ok"

@@ -18,23 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from composer_nb.replay.teachers import (
-    DEFAULT_TEACHERS,
-    HTTPTeacher,
-    LocalTeacher,
-    Price,
-    Prices,
-    TeacherReply,
-    TeacherRequest,
-    TokenBucket,
-    drop_vendor,
-    prompt_token_bound,
-    retry_after_s,
-    same_model,
-    shows_tools,
-    teacher_messages,
-    told_as_text,
-)
+from composer_nb.replay.endpoints import TokenBucket, retry_after_s
+from composer_nb.replay.gate import drop_vendor
+from composer_nb.replay.http_teacher import HTTPTeacher, same_model
+from composer_nb.replay.local_teacher import LocalTeacher, shows_tools, tools_as_text
+from composer_nb.replay.prices import DEFAULT_TEACHERS, Price, Prices, prompt_token_bound
+from composer_nb.replay.protocol import TeacherReply, TeacherRequest, teacher_messages
 from composer_nb.traces import Action, ToolCall, TraceState, vendor_of
 
 relaxed = settings(deadline=None, max_examples=60)
@@ -192,7 +181,7 @@ def test_openrouter_prices_are_texts():
 def test_bytes_bound_the_tokens_of_a_real_tokenizer(texts, with_tools):
     messages = tuple({"role": "user", "content": text} for text in texts)
     request = TeacherRequest("t", "m", messages, (TOOL,) if with_tools else ())
-    ids = TOKENIZER.apply_chat_template(told_as_text(messages, request.tools), add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = TOKENIZER.apply_chat_template(tools_as_text(messages, request.tools), add_generation_prompt=True, return_dict=True)["input_ids"]
     assert len(ids) <= prompt_token_bound(request)
 
 
@@ -252,8 +241,8 @@ def test_turns_are_exact(monkeypatch):
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr("composer_nb.replay.teachers.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("composer_nb.replay.teachers.asyncio.sleep", sleep)
+    monkeypatch.setattr("composer_nb.replay.endpoints.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("composer_nb.replay.endpoints.asyncio.sleep", sleep)
     bucket = TokenBucket(rate=10, burst=2)
 
     async def run():
@@ -426,7 +415,7 @@ def test_a_template_that_shows_tools_is_given_them():
     assert "<|im_start|>tool\ndef shift" in text and '"read_file"' in text and "Result of" not in text
 
 
-def test_a_template_that_does_not_is_told_as_text():
+def test_a_template_that_does_not_is_tools_as_text():
     teacher = local()
     text = shown(teacher, [{"role": "system", "content": "Be brief."}, *TALK], [TOOL])
     assert not shows_tools(teacher._tokenizer) and text.count("<|im_start|>system") == 1

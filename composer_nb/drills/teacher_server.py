@@ -4,7 +4,7 @@ The fault is the last part of the model name, `vendor/FAULT` or `vendor/FAULT~AR
 last message, which wins. Every request, and every answer that a provider would charge for, is one line of the log,
 written before a byte of the answer, so that a killed client (or server) leaves a trace.
 
-    python server.py --port 0 --delay-ms 200 --log calls.jsonl     # prints one JSON line with its base_url
+    python -m composer_nb.drills.teacher_server --port 0 --delay-ms 200 --log calls.jsonl     # prints one JSON line with its base_url
     with FaultServer(delay_s=0.2) as server: ... server.base_url, server.requests(), server.billed()
 """
 
@@ -90,7 +90,9 @@ class Server:
     async def one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; whether the connection stays open."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head.split("\r\n")[1:])}
+        headers = {
+            k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head.split("\r\n")[1:])
+        }
         raw = await reader.readexactly(int(headers.get("content-length", 0)))
         call = Call(self, head.split(" ", 2)[:2], headers, raw, writer)
         self.books.write("request", **call.facts)
@@ -130,7 +132,9 @@ class Call:
         self.server.seen[self.content, self.fault] += 1
         return self.server.seen[self.content, self.fault]
 
-    def completion(self, message: dict[str, Any] | None = None, finish: str = "stop", **extra: Any) -> dict[str, Any]:
+    def completion(
+        self, message: dict[str, Any] | None = None, finish: str = "stop", **extra: Any
+    ) -> dict[str, Any]:
         message = {"role": "assistant", "content": f"echo: {self.text[:80]}"} if message is None else message
         prompt, completed = len(self.text) // 4 + 10, 12
         usage = {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed,
@@ -161,9 +165,14 @@ class Call:
         return await self.send(200, self.completion())
 
     async def do_tool(self) -> bool:
-        call = {"id": "call_1", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "a.py"}'}}
-        return await self.send(200, self.completion({"role": "assistant", "content": None, "tool_calls": [call]},
-                                                    "tool_calls"))
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "read_file", "arguments": '{"path": "a.py"}'},
+        }
+        return await self.send(
+            200, self.completion({"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls")
+        )
 
     async def do_tool_text(self) -> bool:
         text = '<think>look first</think>\n<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -205,7 +214,9 @@ class Call:
         return await self.send(200, self.completion({"role": "assistant", "content": f"your key is {key}"}))
 
     async def do_no_model_400(self) -> bool:
-        return await self.error(400, f"{self.model} is not a valid model ID {self.headers.get('authorization')}")
+        return await self.error(
+            400, f"{self.model} is not a valid model ID {self.headers.get('authorization')}"
+        )
 
     async def do_no_model_404(self) -> bool:
         return await self.error(404, f"The model `{self.model}` does not exist.")
@@ -292,7 +303,9 @@ class Call:
         return await self.send(200, self.completion(message, self.argument or "length"))
 
     async def do_truncated_text(self) -> bool:
-        return await self.send(200, self.completion({"role": "assistant", "content": "I would first"}, "length"))
+        return await self.send(
+            200, self.completion({"role": "assistant", "content": "I would first"}, "length")
+        )
 
     async def do_strange(self) -> bool:
         """Fields of types that no document allows."""
@@ -326,7 +339,10 @@ class Call:
 
 
 class FaultServer:
-    """The server in a thread of its own, as a context manager; the log goes to `log` or to a temporary file."""
+    """The server in a thread of its own, as a context manager.
+
+    The log goes to `log` or to a temporary file.
+    """
 
     def __init__(self, *, delay_s: float = 0.0, log: str | os.PathLike | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -335,10 +351,10 @@ class FaultServer:
 
     def __enter__(self) -> FaultServer:
         self.loop = asyncio.new_event_loop()
-        self.loop.run_until_complete(self.server.start())
-        self.base_url = f"http://127.0.0.1:{self.server.port}/v1"
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
+        asyncio.run_coroutine_threadsafe(self.server.start(), self.loop).result(10)
+        self.base_url = f"http://127.0.0.1:{self.server.port}/v1"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -373,7 +389,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--log", required=True, help="file that gets one JSON line per request and per charged answer")
+    parser.add_argument(
+        "--log", required=True, help="file that gets one JSON line per request and per charged answer"
+    )
     options = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run(options.port, options.delay_ms / 1e3, options.log))
