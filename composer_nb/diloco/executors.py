@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from tqdm.auto import tqdm
 
 from . import replica_entrypoint
-from ..launch.entrypoint import end_marked, write_json
+from .replica_entrypoint import end_marked, write_json
 
 # %% auto #0
 __all__ = ['Status', 'Entrypoint', 'BASE_ENV', 'EnvList', 'ReplicaHandle', 'ReplicaResult', 'ServerlessExecutor', 'Program',

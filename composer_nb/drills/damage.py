@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RESEALABLE = (
-    "truncation", "oversized", "nan", "wrong_shape", "wrong_dtype", "missing_key", "extra_key", "not_safetensors",
-    "header_bomb",
+    "truncation", "oversized", "nan", "wrong_shape", "wrong_dtype", "missing_key", "extra_key",
+    "not_safetensors", "header_bomb",
 )  # fmt: skip
 DAMAGE = ("bit_flip", "stale", "wrong_hash", *RESEALABLE)
 
 
 def damage(data: bytes, kind: str, seed: int) -> bytes:
-    """Payload bytes with one kind of damage (see `DAMAGE`), placed by `seed`. Raises ValueError for an unknown kind."""
+    """Payload bytes with one kind of damage (see `DAMAGE`), placed by `seed`. Raises ValueError for an
+    unknown kind."""
     if kind not in DAMAGE:
         raise ValueError(f"unknown damage {kind!r}; known: {', '.join(DAMAGE)}")
     rng = random.Random(f"{kind}{seed}")
@@ -62,7 +63,9 @@ def _rebuilt(data: bytes, kind: str, rng: random.Random) -> bytes:
     name = rng.choice(sorted(n for n, t in tensors.items() if t.is_floating_point() and t.numel()))
     chosen = tensors[name]
     if kind == "nan":
-        chosen.view(-1)[rng.randrange(chosen.numel())] = rng.choice((float("nan"), float("inf"), -float("inf")))
+        chosen.view(-1)[rng.randrange(chosen.numel())] = rng.choice(
+            (float("nan"), float("inf"), -float("inf"))
+        )
     elif kind == "wrong_shape":
         tensors[name] = chosen.reshape(rng.choice(((1, *chosen.shape), (*chosen.shape, 1), (-1, 1, 1))))
     elif kind == "wrong_dtype":
@@ -76,11 +79,14 @@ def _rebuilt(data: bytes, kind: str, rng: random.Random) -> bytes:
     return pack(tensors, metadata)
 
 
-def damage_drill(bucket: Bucket, tensors: Mapping[str, Tensor], tries: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Damage a payload `tries` times in turn by every kind and way, and read it. One row per try: kind, way, reason, taken.
+def damage_drill(
+    bucket: Bucket, tensors: Mapping[str, Tensor], tries: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Damage a payload `tries` times in turn by every kind and way, and read it. One row per try: kind, way,
+    reason, taken.
 
-    `replaced`: the damaged bytes lie under the name of the sound ones. `resealed`: a broken writer hashed its broken bytes.
-    `taken` is whether any tensor came back, or the object stayed readable under its name.
+    `replaced`: the damaged bytes lie under the name of the sound ones. `resealed`: a broken writer hashed its
+    broken bytes. `taken` is whether any tensor came back, or the object stayed readable under its name.
     """
     ways = [(kind, "replaced") for kind in DAMAGE] + [(kind, "resealed") for kind in RESEALABLE]
     rows = []

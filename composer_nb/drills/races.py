@@ -39,13 +39,20 @@ class Races:
 
 
 def races(
-    uri: str | os.PathLike[str], n_races: int, n_processes: int = 4, *, way: Way = "bucket", **storage_options: Any
+    uri: str | os.PathLike[str],
+    n_races: int,
+    n_processes: int = 4,
+    *,
+    way: Way = "bucket",
+    **storage_options: Any,
 ) -> Races:
-    """Let `n_processes` processes race for each of `n_races` fresh keys of a bucket. Keys are removed afterwards.
+    """Let `n_processes` processes race for each of `n_races` fresh keys of a bucket. Keys are removed
+    afterwards.
 
-    `way` is how a racer claims a key: `bucket` is `Bucket.put_if_absent`, `fsspec` fsspec's own `pipe_file(mode="create")`,
-    `obstore` its `put(mode="create")` (s3:// only). The processes are spawned, so a script calls this under
-    `if __name__ == "__main__":`. Raises ValueError for a memory bucket, which no other process sees.
+    `way` is how a racer claims a key: `bucket` is `Bucket.put_if_absent`, `fsspec` fsspec's own
+    `pipe_file(mode="create")`, `obstore` its `put(mode="create")` (s3:// only). The processes are spawned, so
+    a script calls this under `if __name__ == "__main__":`. Raises ValueError for a memory bucket, which no
+    other process sees.
     """
     if split_uri(uri)[0] == "memory":
         raise ValueError("each process has a memory of its own: race on a folder or on s3://, or use threads")
@@ -54,9 +61,12 @@ def races(
     bucket, token = open_bucket(uri, **storage_options), f"races/{uuid.uuid4().hex}"
     bucket.put(f"{token}/start", b"")
     spawn, start = multiprocessing.get_context("spawn"), perf_counter()
-    with ProcessPoolExecutor(n_processes, spawn, initializer=_set_barrier, initargs=(spawn.Barrier(n_processes),)) as pool:
+    with ProcessPoolExecutor(
+        n_processes, spawn, initializer=_set_barrier, initargs=(spawn.Barrier(n_processes),)
+    ) as pool:
         jobs = [
-            pool.submit(_race, os.fspath(uri), storage_options, way, token, rank, n_races) for rank in range(n_processes)
+            pool.submit(_race, os.fspath(uri), storage_options, way, token, rank, n_races)
+            for rank in range(n_processes)
         ]
         results = [job.result() for job in jobs]
     seconds = perf_counter() - start
@@ -70,7 +80,9 @@ def tally(results: Sequence[Sequence[tuple[bool, bool]]], final: Sequence[bytes]
     """Results are per rank and race: was I told that I won, and did I read whole bytes right after."""
     won = [[claimed for claimed, _ in row] for row in results]
     winners = tuple(map(sum, zip(*won)))
-    owners = [next((rank for rank in range(len(won)) if content == bytes_of(rank)), None) for content in final]
+    owners = [
+        next((rank for rank in range(len(won)) if content == bytes_of(rank)), None) for content in final
+    ]
     astray = sum(owner is None or not won[owner][i] for i, owner in enumerate(owners))
     return Races(winners, sum(not whole for row in results for _, whole in row), astray, seconds)
 
@@ -85,7 +97,9 @@ def _set_barrier(barrier: Any) -> None:
     _barrier = barrier
 
 
-def _race(uri: str, options: Mapping[str, Any], way: Way, token: str, rank: int, n_races: int) -> list[tuple[bool, bool]]:
+def _race(
+    uri: str, options: Mapping[str, Any], way: Way, token: str, rank: int, n_races: int
+) -> list[tuple[bool, bool]]:
     """One racer's process."""
     bucket, whole, outcome = open_bucket(uri, **options), {bytes_of(other) for other in range(100)}, []
     claim = _CLAIMS[way](uri, options)
@@ -125,7 +139,8 @@ def obstore_client(uri: str, options: Mapping[str, Any]) -> Any:
     from obstore.store import S3Store
 
     return S3Store.from_url(
-        uri, endpoint=options["endpoint_url"], access_key_id=options["key"], secret_access_key=options["secret"],
+        uri, endpoint=options["endpoint_url"],
+        access_key_id=options["key"], secret_access_key=options["secret"],
         region="us-east-1", client_options={"allow_http": True},
         retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=20)},
     )  # fmt: skip

@@ -21,9 +21,10 @@ import fsspec
 def local_s3(*buckets: str, one_write_at_a_time: bool = True) -> Iterator[dict[str, Any]]:
     """A real S3 protocol server (moto) on a free port of this machine; needs `moto[server]` and `s3fs`.
 
-    Makes the named buckets and yields storage options for `open_bucket`. Everything in it is gone afterwards. moto looks
-    whether a key exists and then stores, in as many threads as there are requests, so two conditional writes can both
-    succeed; by default it therefore handles one write at a time. Threads switch often, so that a race that is there shows.
+    Makes the named buckets and yields storage options for `open_bucket`. Everything in it is gone afterwards.
+    moto looks whether a key exists and then stores, in as many threads as there are requests, so two
+    conditional writes can both succeed; by default it therefore handles one write at a time. Threads switch
+    often, so that a race that is there shows.
     """
     code = f"from composer_nb.drills.s3_server import serve; serve({one_write_at_a_time})"
     server = subprocess.Popen(
@@ -33,7 +34,11 @@ def local_s3(*buckets: str, one_write_at_a_time: bool = True) -> Iterator[dict[s
         port = server.stdout.readline().strip()
         if not port:
             raise RuntimeError("the S3 server did not start: install moto[server]")
-        options = {"endpoint_url": f"http://127.0.0.1:{int(port)}", "key": "practice-key", "secret": "practice-secret"}
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{int(port)}",
+            "key": "practice-key",
+            "secret": "practice-secret",
+        }
         fs = fsspec.filesystem("s3", skip_instance_cache=True, **options)
         for name in buckets:
             fs.mkdir(name)
@@ -69,7 +74,7 @@ def serve(one_write_at_a_time: bool) -> None:
     sys.stdin.read()
 
 
-# --- a proxy -----------------------------------------------------------------------------------------------------
+# --- a proxy ---
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ def s3_error(status: int, code: str, message: str = "as told") -> Reply:
 
 
 class Proxy(ThreadingHTTPServer):
-    """Forwards every request to an HTTP server. A kind of it overrides `answer`; None hangs up without a word."""
+    """Forwards every request to an HTTP server. A kind of it overrides `answer`; None hangs up without a
+    word."""
 
     daemon_threads = True
 
@@ -144,7 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in reply.headers.items():
             if name.lower() not in ("connection", "transfer-encoding", "content-length"):
                 self.send_header(name, value)
-        length = reply.headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(reply.content))
+        length = (
+            reply.headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(reply.content))
+        )
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
@@ -154,14 +162,16 @@ class _Handler(BaseHTTPRequestHandler):
 class LossyProxy(Proxy):
     """Requests of `method` meet what `script` holds next; other requests, and those after its end, pass.
 
-    `lose` (forward, then hang up), `refuse` (hang up at once), `hang` (forward, then say nothing for `hang_s` seconds),
-    `pass`, or an S3 error as `(status, code)`. `seen` lists the methods of all requests.
+    `lose` (forward, then hang up), `refuse` (hang up at once), `hang` (forward, then say nothing for `hang_s`
+    seconds), `pass`, or an S3 error as `(status, code)`. `seen` lists the methods of all requests.
     """
 
     hang_s = 3.0
 
     def __init__(self, upstream: str, method: str, script: Sequence[str | tuple[int, str]]) -> None:
-        if wrong := [a for a in script if not isinstance(a, tuple) and a not in ("lose", "refuse", "hang", "pass")]:
+        if wrong := [
+            a for a in script if not isinstance(a, tuple) and a not in ("lose", "refuse", "hang", "pass")
+        ]:
             raise ValueError(f"the script holds {wrong[0]!r}: lose, refuse, hang, pass or (status, code)")
         super().__init__(upstream)
         self.method, self.script = method, deque(script)
