@@ -22,33 +22,32 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from s3_server import inside, proxy, s3_client, s3_options  # noqa: F401
+from s3_server import inside, s3_client, s3_options  # noqa: F401
 from safetensors.torch import save
 
-from composer_nb.diloco import bucket as room
-from composer_nb.diloco.bucket import (
-    DAMAGE,
-    RESEALABLE,
-    BucketError,
-    BucketFull,
-    BucketReadOnly,
-    BucketUnavailable,
+from composer_nb.diloco.payload import (
     DamagedPayload,
-    KeyNotFound,
     PayloadRef,
     UnexpectedPayload,
-    check_key,
-    damage,
-    damage_drill,
-    local_s3,
-    open_bucket,
     pack,
     payload_metadata,
-    races,
     read_payload,
     spec_of,
     write_payload,
 )
+from composer_nb.diloco.store import (
+    BucketError,
+    BucketFull,
+    BucketReadOnly,
+    BucketUnavailable,
+    KeyNotFound,
+    check_key,
+    explain,
+    open_bucket,
+)
+from composer_nb.drills.damage import DAMAGE, RESEALABLE, damage, damage_drill
+from composer_nb.drills.races import bytes_of, races, tally
+from composer_nb.drills.s3_server import local_s3, losing
 
 DELTA = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -97,7 +96,9 @@ def test_list_is_sorted_and_takes_any_beginning(bucket):
     assert bucket.list() == sorted(keys)
     assert bucket.list("r/1") == ["r/1/a", "r/1/b", "r/10/x", "r/1x"]
     assert bucket.list("r/1/") == ["r/1/a", "r/1/b"]
-    assert bucket.list("r/1/b") == ["r/1/b"] and bucket.list("nothing/here/") == [] and bucket.list("r/9/") == []
+    assert (
+        bucket.list("r/1/b") == ["r/1/b"] and bucket.list("nothing/here/") == [] and bucket.list("r/9/") == []
+    )
 
 
 def test_a_corner_sees_its_own_keys_only(bucket):
@@ -140,12 +141,39 @@ def test_any_bytes(bucket):
         bucket.put("k", "text")
 
 
-BAD_KEYS = ["", "/", "/a", "a/", "a//b", "..", "a/../b", "./a", ".hidden", "a/.b", "a\\b", "a*", "a?b", "a b", "ä", "a\n", "a\0b", "x" * 900, "a@b"]
+BAD_KEYS = [
+    "",
+    "/",
+    "/a",
+    "a/",
+    "a//b",
+    "..",
+    "a/../b",
+    "./a",
+    ".hidden",
+    "a/.b",
+    "a\\b",
+    "a*",
+    "a?b",
+    "a b",
+    "ä",
+    "a\n",
+    "a\0b",
+    "x" * 900,
+    "a@b",
+]
 
 
 def test_a_key_that_some_store_would_misread_is_refused(bucket):
     for key in [*BAD_KEYS, None, 3, b"a"]:
-        for attempt in (bucket.get, bucket.exists, bucket.size, bucket.delete, lambda k: bucket.put(k, b""), lambda k: bucket.put_if_absent(k, b"")):
+        for attempt in (
+            bucket.get,
+            bucket.exists,
+            bucket.size,
+            bucket.delete,
+            lambda k: bucket.put(k, b""),
+            lambda k: bucket.put_if_absent(k, b""),
+        ):
             with pytest.raises(BucketError, match="is no key.*use parts"):
                 attempt(key)
     assert bucket.list() == []
@@ -191,9 +219,12 @@ def test_every_race_has_one_winner(where, n, tmp_path, request):
 
 
 def test_a_second_winner_would_be_counted():
-    mine, yours = room._bytes_of(0), room._bytes_of(1)
-    told = [[(True, True), (True, True), (False, True), (False, False)], [(False, True), (True, True), (False, True), (True, True)]]
-    result = room._tally(told, [mine, yours, mine, mine], 1.0)
+    mine, yours = bytes_of(0), bytes_of(1)
+    told = [
+        [(True, True), (True, True), (False, True), (False, False)],
+        [(False, True), (True, True), (False, True), (True, True)],
+    ]
+    result = tally(told, [mine, yours, mine, mine], 1.0)
     assert result.winners == (1, 2, 0, 1)
     assert (result.double_winners, result.without_winner, result.torn, result.misattributed) == (1, 1, 1, 2)
 
@@ -257,7 +288,7 @@ def test_a_reader_never_meets_half_a_file(tmp_path):
 def test_a_writer_killed_half_way_leaves_no_key(tmp_path):
     code = f"""
 import os, signal
-from composer_nb.diloco import bucket as room
+from composer_nb.diloco import store as room
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
 room.open_bucket({str(tmp_path)!r}).put_if_absent("record", b"x" * 100_000)
 """
@@ -286,10 +317,20 @@ def test_a_lost_answer_to_link_is_not_a_lost_race(tmp_path, monkeypatch):
 
 
 def through(options, method, script, **kwargs):
-    return proxy(options, method, script), {"attempts": 3, "timeout_s": 1.0} | kwargs
+    return losing(options, method, script), {"attempts": 3, "timeout_s": 1.0} | kwargs
 
 
-@pytest.mark.parametrize("action", ["lose", "hang", "refuse", (503, "SlowDown"), (500, "InternalError"), (409, "ConditionalRequestConflict")])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "lose",
+        "hang",
+        "refuse",
+        (503, "SlowDown"),
+        (500, "InternalError"),
+        (409, "ConditionalRequestConflict"),
+    ],
+)
 def test_a_lost_answer_does_not_lose_the_race(s3_options, s3_client, action):  # noqa: F811
     key, (going, limits) = uuid.uuid4().hex, through(s3_options, "PUT", [action])
     with going as (server, options):
@@ -321,24 +362,35 @@ def test_a_key_deleted_while_contended_is_asked_for_again(s3_options, s3_client)
     s3_client.put_if_absent(key, b"theirs")
     with going as (server, options):
         bucket = open_bucket("s3://tests", **limits, **options)
-        assert not bucket.put_if_absent(key, b"mine") and bucket.requests == 2 and server.seen.count("PUT") == 2
+        assert (
+            not bucket.put_if_absent(key, b"mine") and bucket.requests == 2 and server.seen.count("PUT") == 2
+        )
 
 
 @pytest.mark.parametrize("what", ["put", "get", "list"])
 def test_other_operations_are_asked_again(s3_options, s3_client, what):  # noqa: F811
     key = uuid.uuid4().hex
     s3_client.put(key, b"x")
-    going, limits = through(s3_options, "PUT" if what == "put" else "GET", ["refuse", (503, "SlowDown")], attempts=5)
+    going, limits = through(
+        s3_options, "PUT" if what == "put" else "GET", ["refuse", (503, "SlowDown")], attempts=5
+    )
     with going as (server, options):
         bucket = open_bucket("s3://tests", **limits, **options)
-        result = {"put": lambda: bucket.put(key, b"y"), "get": lambda: bucket.get(key), "list": lambda: bucket.list(key)}[what]()
+        result = {
+            "put": lambda: bucket.put(key, b"y"),
+            "get": lambda: bucket.get(key),
+            "list": lambda: bucket.list(key),
+        }[what]()
         assert not server.script and bucket.requests >= 2
     assert result == {"put": None, "get": b"x", "list": [key]}[what]
 
 
 def test_asking_again_is_bounded(s3_options):  # noqa: F811
     going, limits = through(s3_options, "PUT", [(503, "SlowDown")] * 50)
-    with going as (server, options), pytest.raises(BucketUnavailable, match="SlowDown.*may have been stored") as caught:
+    with (
+        going as (server, options),
+        pytest.raises(BucketUnavailable, match="SlowDown.*may have been stored") as caught,
+    ):
         open_bucket("s3://tests", **limits, **options).put_if_absent("k", b"x")
     assert server.seen.count("PUT") == 3 and caught.value.key == "k"
 
@@ -363,7 +415,9 @@ def test_a_wrong_clock_is_named(s3_options):  # noqa: F811
 def test_a_server_that_ignores_the_condition_is_found(s3_client, monkeypatch):  # noqa: F811
     bucket = inside(s3_client, uuid.uuid4().hex)
     pipe = bucket._store.fs.pipe_file
-    monkeypatch.setattr(bucket._store.fs, "pipe_file", lambda *args, mode=None, **kwargs: pipe(*args, **kwargs))
+    monkeypatch.setattr(
+        bucket._store.fs, "pipe_file", lambda *args, mode=None, **kwargs: pipe(*args, **kwargs)
+    )
     with pytest.raises(BucketError, match="second writer won"):
         bucket.check()
     assert bucket.list() == []
@@ -373,7 +427,9 @@ def test_an_object_in_parts_is_created_once(s3_options):  # noqa: F811
     name = uuid.uuid4().hex
     bucket = open_bucket(f"s3://tests/{name}", part_bytes=5 * 2**20, **s3_options)
     mine, yours = os.urandom(11 * 2**20), bytes(11 * 2**20)
-    assert bucket.put_if_absent("k", mine) and not bucket.put_if_absent("k", yours) and bucket.get("k") == mine
+    assert (
+        bucket.put_if_absent("k", mine) and not bucket.put_if_absent("k", yours) and bucket.get("k") == mine
+    )
     parts = bucket._store.fs.call_s3("list_multipart_uploads", Bucket="tests")
     assert "Uploads" not in parts
     going, limits = through(s3_options, "POST", ["pass", "lose"], part_bytes=5 * 2**20, timeout_s=5.0)
@@ -393,7 +449,9 @@ def test_parts_race(s3_client):  # noqa: F811
 def test_more_keys_than_one_page(s3_client, monkeypatch):  # noqa: F811
     bucket = inside(s3_client, uuid.uuid4().hex)
     call = bucket._store.fs.call_s3
-    monkeypatch.setattr(bucket._store.fs, "call_s3", lambda *args, **kwargs: call(*args, MaxKeys=4, **kwargs))  # S3's own page holds 1,000
+    monkeypatch.setattr(
+        bucket._store.fs, "call_s3", lambda *args, **kwargs: call(*args, MaxKeys=4, **kwargs)
+    )  # S3's own page holds 1,000
     for i in range(11):
         bucket.put(f"k/{i:02d}", b"")
     assert bucket.list("k/") == [f"k/{i:02d}" for i in range(11)]
@@ -402,7 +460,13 @@ def test_more_keys_than_one_page(s3_client, monkeypatch):  # noqa: F811
 # ---- buckets that are wrong
 
 
-SECRETS = ["s3://AKIA:hush@bucket/x", "s3://hush@bucket", "s3://bucket/x?X-Amz-Signature=hush", "gs://user:hush@bucket", "s3://bucket#hush"]
+SECRETS = [
+    "s3://AKIA:hush@bucket/x",
+    "s3://hush@bucket",
+    "s3://bucket/x?X-Amz-Signature=hush",
+    "gs://user:hush@bucket",
+    "s3://bucket#hush",
+]
 
 
 @pytest.mark.parametrize("uri", SECRETS)
@@ -415,14 +479,18 @@ def test_a_uri_with_a_secret_is_refused_unseen(uri):
 @pytest.mark.parametrize("option", ["endpoint_url", "client_kwargs"])
 def test_an_endpoint_with_a_secret_is_refused_unseen(option):
     endpoint = "http://user:hush@127.0.0.1:9"
-    options = {"endpoint_url": endpoint} if option == "endpoint_url" else {"client_kwargs": {"endpoint_url": endpoint}}
+    options = (
+        {"endpoint_url": endpoint}
+        if option == "endpoint_url"
+        else {"client_kwargs": {"endpoint_url": endpoint}}
+    )
     with pytest.raises(BucketError, match="endpoint_url holds credentials") as caught:
         open_bucket("s3://bucket", **options)
     assert "hush" not in str(caught.value)
 
 
 def test_a_secret_is_blotted_out():
-    error = room._explain(OSError("key hush rejected"), "k", writes=True, where="s3://b", secrets=["hush"])
+    error = explain(OSError("key hush rejected"), "k", writes=True, where="s3://b", secrets=["hush"])
     assert "hush" not in str(error) and "***" in str(error)
     assert "practice-secret" not in repr(open_bucket("s3://bucket", key="k", secret="practice-secret"))
 
@@ -511,7 +579,12 @@ def test_a_folder_that_becomes_read_only(locked_folder):
     os.chmod(locked_folder, 0o555)
     with as_nobody():
         assert bucket.get("k") == b"x"
-        for attempt in (lambda: bucket.put("k", b"y"), lambda: bucket.put_if_absent("n", b""), lambda: bucket.delete("k"), bucket.check):
+        for attempt in (
+            lambda: bucket.put("k", b"y"),
+            lambda: bucket.put_if_absent("n", b""),
+            lambda: bucket.delete("k"),
+            bucket.check,
+        ):
             with pytest.raises(BucketReadOnly) as caught:
                 attempt()
         assert caught.value.remedy and caught.value.key
@@ -521,7 +594,11 @@ def test_a_folder_that_becomes_read_only(locked_folder):
 def one_megabyte(folder: Path, how: str):
     """A folder on a file system of 1 MB where one can be mounted, else a limit of 1 MB per file."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if how == "disk" and os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0:
+    if (
+        how == "disk"
+        and os.geteuid() == 0
+        and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    ):
         try:
             yield
         finally:
@@ -617,11 +694,20 @@ def test_no_credentials(s3_options, monkeypatch, tmp_path):  # noqa: F811
 
 
 def test_nobody_answers():
-    bucket = open_bucket("s3://bucket", endpoint_url="http://127.0.0.1:9", key="k", secret="practice-secret", attempts=2, timeout_s=0.5)
+    bucket = open_bucket(
+        "s3://bucket",
+        endpoint_url="http://127.0.0.1:9",
+        key="k",
+        secret="practice-secret",
+        attempts=2,
+        timeout_s=0.5,
+    )
     start = time.monotonic()
     with pytest.raises(BucketUnavailable, match="check network and endpoint") as caught:
         bucket.get("k")
-    assert time.monotonic() - start < 10 and bucket.requests == 2 and "practice-secret" not in str(caught.value)
+    assert (
+        time.monotonic() - start < 10 and bucket.requests == 2 and "practice-secret" not in str(caught.value)
+    )
 
 
 def call(options, service, method, **kwargs):
@@ -638,9 +724,23 @@ def test_wrong_keys_and_a_reader_that_writes():
         open_bucket("s3://guarded", **options).put("k", b"x")
         call(options, "iam", "create_user", UserName="reader")
         keys = call(options, "iam", "create_access_key", UserName="reader")["AccessKey"]
-        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": ["s3:Get*", "s3:List*"], "Resource": "*"}]}
-        call(options, "iam", "put_user_policy", UserName="reader", PolicyName="p", PolicyDocument=json.dumps(policy))
-        urllib.request.urlopen(urllib.request.Request(options["endpoint_url"] + "/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}))
+        policy = {
+            "Version": "2012-10-17",
+            "Statement": [{"Effect": "Allow", "Action": ["s3:Get*", "s3:List*"], "Resource": "*"}],
+        }
+        call(
+            options,
+            "iam",
+            "put_user_policy",
+            UserName="reader",
+            PolicyName="p",
+            PolicyDocument=json.dumps(policy),
+        )
+        urllib.request.urlopen(
+            urllib.request.Request(
+                options["endpoint_url"] + "/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}
+            )
+        )
         reader = options | {"key": keys["AccessKeyId"], "secret": keys["SecretAccessKey"]}
         bucket = open_bucket("s3://guarded", **reader)
         assert bucket.get("k") == b"x" and bucket.list() == ["k"]
@@ -655,15 +755,24 @@ def test_wrong_keys_and_a_reader_that_writes():
 
 def test_errors_travel_between_processes():
     error = pickle.loads(pickle.dumps(BucketFull("full", "k", "make room")))
-    assert (type(error), error.key, error.remedy, str(error)) == (BucketFull, "k", "make room", "full; make room")
+    assert (type(error), error.key, error.remedy, str(error)) == (
+        BucketFull,
+        "k",
+        "make room",
+        "full; make room",
+    )
     damaged = pickle.loads(pickle.dumps(DamagedPayload("cut", "0" * 64, "size", "q")))
-    assert (damaged.reason, damaged.quarantined, str(damaged)) == ("size", "q", "payload 000000000000: cut; moved to q")
+    assert (damaged.reason, damaged.quarantined, str(damaged)) == (
+        "size",
+        "q",
+        "payload 000000000000: cut; moved to q",
+    )
 
 
 def test_a_process_that_only_moves_bytes_loads_no_torch(tmp_path):
     code = f"""
 import sys
-from composer_nb.diloco.bucket import open_bucket
+from composer_nb.diloco.store import open_bucket
 open_bucket({str(tmp_path)!r}).check()
 assert "torch" not in sys.modules
 """
@@ -673,7 +782,17 @@ assert "torch" not in sys.modules
 # ---- payloads
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -698,7 +817,14 @@ def test_a_payload_on_every_store(bucket):
 def test_views_shared_memory_and_gradients():
     bucket = open_bucket(f"memory://{uuid.uuid4().hex}")
     flat = torch.arange(12.0, requires_grad=True)
-    parts = {"a": flat[:6], "b": flat[6:].view(2, 3), "tied": flat[:6], "t": flat.view(3, 4).t(), "every": flat[::2], "whole": flat}
+    parts = {
+        "a": flat[:6],
+        "b": flat[6:].view(2, 3),
+        "tied": flat[:6],
+        "t": flat.view(3, 4).t(),
+        "every": flat[::2],
+        "whole": flat,
+    }
     back = read_payload(bucket, write_payload(bucket, parts))
     assert all(torch.equal(back[name], parts[name]) for name in parts)
     assert not back["a"].requires_grad
@@ -706,13 +832,17 @@ def test_views_shared_memory_and_gradients():
 
 def test_equal_content_has_one_name():
     metadata = {str(i): "x" for i in range(12)}
-    packed = {pack(dict(reversed(DELTA.items())), dict(reversed(metadata.items()))) for _ in range(20)} | {pack(DELTA, metadata)}
+    packed = {pack(dict(reversed(DELTA.items())), dict(reversed(metadata.items()))) for _ in range(20)} | {
+        pack(DELTA, metadata)
+    }
     assert len(packed) == 1
     assert pack(DELTA, {"a": "b"}) != pack(DELTA)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+)
 def test_what_is_not_finite_is_not_shared(value, dtype):
     bucket, tensor = open_bucket(f"memory://{uuid.uuid4().hex}"), torch.zeros(5)
     tensor[3] = value
@@ -741,15 +871,27 @@ def test_no_damage_is_taken(bucket):
     assert [row for row in rows if row["taken"] or not row["reason"]] == []
     assert {row["kind"] for row in rows} == set(DAMAGE)
     reasons = {(row["kind"], row["way"]): row["reason"] for row in rows}
-    assert [reasons[kind, "resealed"] for kind in ("nan", "wrong_shape", "wrong_dtype", "missing_key", "extra_key")] == ["nonfinite"] + ["spec"] * 4
-    assert reasons["oversized", "replaced"] == "size" and reasons["bit_flip", "replaced"] == reasons["wrong_hash", "replaced"] == "hash"
+    assert [
+        reasons[kind, "resealed"]
+        for kind in ("nan", "wrong_shape", "wrong_dtype", "missing_key", "extra_key")
+    ] == ["nonfinite"] + ["spec"] * 4
+    assert (
+        reasons["oversized", "replaced"] == "size"
+        and reasons["bit_flip", "replaced"] == reasons["wrong_hash", "replaced"] == "hash"
+    )
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_damage_and_repeats(kind):
     data = pack(DELTA)
     assert damage(data, kind, 1) == damage(data, kind, 1) != data
-    assert len({damage(data, kind, seed) for seed in range(20)}) > 1 or kind in ("wrong_hash", "missing_key", "extra_key", "stale", "wrong_dtype")
+    assert len({damage(data, kind, seed) for seed in range(20)}) > 1 or kind in (
+        "wrong_hash",
+        "missing_key",
+        "extra_key",
+        "stale",
+        "wrong_dtype",
+    )
 
 
 def test_an_unknown_damage():
@@ -764,7 +906,9 @@ def test_an_oversized_object_is_not_downloaded(bucket):
     down = bucket.bytes_down
     with pytest.raises(DamagedPayload, match="1000000 bytes, .* announced") as caught:
         read_payload(bucket, ref)
-    assert bucket.bytes_down == down and bucket.list() == [caught.value.quarantined] == [f"quarantine/{ref.sha256}.size"]
+    assert bucket.bytes_down == down and bucket.list() == [caught.value.quarantined] == [
+        f"quarantine/{ref.sha256}.size"
+    ]
 
 
 def test_a_damaged_payload_can_be_mended(bucket):
@@ -824,11 +968,23 @@ def test_a_record_that_is_no_reference(record):
         PayloadRef.from_dict(record)
 
 
-@pytest.mark.parametrize("data", [b"", b"\0", b"\x05\0\0\0\0\0\0\0{}", save({"weight": torch.zeros(3)})[:8], (2).to_bytes(8, "little") + b"[]"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0",
+        b"\x05\0\0\0\0\0\0\0{}",
+        save({"weight": torch.zeros(3)})[:8],
+        (2).to_bytes(8, "little") + b"[]",
+    ],
+)
 def test_bytes_that_are_no_safetensors(data):
     import hashlib
 
-    bucket, ref = open_bucket(f"memory://{uuid.uuid4().hex}"), PayloadRef(hashlib.sha256(data).hexdigest(), len(data), spec_of(DELTA))
+    bucket, ref = (
+        open_bucket(f"memory://{uuid.uuid4().hex}"),
+        PayloadRef(hashlib.sha256(data).hexdigest(), len(data), spec_of(DELTA)),
+    )
     bucket.put(ref.key, data)
     with pytest.raises(DamagedPayload, match="not safetensors|missing") as caught:
         read_payload(bucket, ref)
@@ -839,7 +995,8 @@ def test_memory_stays_within_about_two_copies(tmp_path):
     """Peak memory of a fresh process while it writes and reads 128 MB, above what it held before."""
     code = f"""
 import threading, time, torch
-from composer_nb.diloco.bucket import open_bucket, read_payload, write_payload
+from composer_nb.diloco.payload import read_payload, write_payload
+from composer_nb.diloco.store import open_bucket
 import safetensors.torch
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20

@@ -31,7 +31,6 @@ from torch.distributed import ReduceOp
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from composer_nb.diloco import manager as room
-from composer_nb.diloco.bucket import BucketUnavailable, PayloadRef, damage, open_bucket, write_payload
 from composer_nb.diloco.manager import (
     MockManager,
     ObjectStoreAllReduce,
@@ -40,6 +39,9 @@ from composer_nb.diloco.manager import (
     RoundRecord,
     rank_order_average,
 )
+from composer_nb.diloco.payload import PayloadRef, write_payload
+from composer_nb.diloco.store import BucketUnavailable, open_bucket
+from composer_nb.drills.damage import damage
 
 sys.path.append(str(Path(__file__).parent / "parity"))
 from test_torchft import CASES, batches, build, cut, inner_step, run_torchft, snapshot  # noqa: E402

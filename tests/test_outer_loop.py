@@ -15,7 +15,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from waiting import together, until
 
-from composer_nb.diloco.bucket import BucketReadOnly, BucketUnavailable, open_bucket
 from composer_nb.diloco.outer import (
     OuterConfig,
     OuterState,
@@ -39,6 +38,7 @@ from composer_nb.diloco.outer_loop import (
     refresh_teacher,
 )
 from composer_nb.diloco.rendezvous import DuplicateRank, Mismatch, Rendezvous, RunConfig
+from composer_nb.diloco.store import BucketReadOnly, BucketUnavailable, open_bucket
 from composer_nb.self_teacher import SelfTeacher
 
 LEASE = 1.0

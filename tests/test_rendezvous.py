@@ -18,16 +18,9 @@ from hypothesis import strategies as st
 from s3_server import inside, s3_client, s3_options  # noqa: F401
 from waiting import until
 
-from composer_nb.diloco.bucket import (
-    BucketReadOnly,
-    BucketUnavailable,
-    damage,
-    open_bucket,
-    read_payload,
-    spec_of,
-)
 from composer_nb.diloco.compression import compress, decompress
 from composer_nb.diloco.outer import OuterConfig, OuterState, outer_step, weighted_average
+from composer_nb.diloco.payload import read_payload, spec_of
 from composer_nb.diloco.rendezvous import (
     Behind,
     Contribution,
@@ -41,6 +34,8 @@ from composer_nb.diloco.rendezvous import (
     State,
     Watch,
 )
+from composer_nb.diloco.store import BucketReadOnly, BucketUnavailable, open_bucket
+from composer_nb.drills.damage import damage
 
 START = {"layers.0.w": torch.arange(6.0).reshape(2, 3), "layers.1.w": torch.ones(5), "layers.2.b": torch.zeros(())}
 SPEC = spec_of(START)
@@ -468,7 +463,7 @@ def test_a_sound_payload_that_was_moved_aside_is_put_back(world):
     for rv in seats:
         offer(rv, 1)
     ref = offered_by(seats[0], 1, 1).ref
-    seats[0].bucket._move(ref.key, f"quarantine/{ref.sha256}.hash")
+    seats[0].bucket.move(ref.key, f"quarantine/{ref.sha256}.hash")
     record = seats[0].poll(1)
     assert record.ranks == (0, 1) and seats[0].bucket.exists(ref.key)
 

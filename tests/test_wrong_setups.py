@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_nb.diloco.bucket import open_bucket, spec_of
+from composer_nb.diloco.payload import spec_of
 from composer_nb.diloco.rendezvous import DuplicateRank, Record, Rendezvous, RendezvousError
+from composer_nb.diloco.store import open_bucket
 from composer_nb.drills.wrong_setups import Row, Run, agree, all_drills, late_faults, other_setups, scratch
 
 # By fault: the error's class, what it says is wrong, what it says to do.

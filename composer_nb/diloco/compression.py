@@ -21,29 +21,33 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['Kind', 'Codec', 'LEVELS', 'BLOCKS', 'LARGEST', 'Compressed', 'compress', 'decompress']
+__all__ = ['Kind', 'Codec', 'LEVELS', 'BLOCKS', 'LARGEST', 'Shapes', 'Compressed', 'compress', 'decompress']
 
-# %% ../../nbs/scaling_out/02_compression.ipynb #c006-a28e0e
+# %% ../../nbs/scaling_out/02_compression.ipynb #ee947931
 Kind = Literal["int8", "int4", "topk"]
 Codec = Literal["zstd", "zlib", "none"]
 LEVELS = {"int8": 127, "int4": 7}
 BLOCKS = {"int8": 256, "int4": 64}
 LARGEST = 2.0**126  # a code times a scale stays finite below it
 
-
+# %% ../../nbs/scaling_out/02_compression.ipynb #3f2aabc6
 @dataclass(frozen=True)
 class Compressed:
-    "Compressed tensors: `payload` holds plain tensors on the CPU, `meta` what JSON can hold. `to_bytes` makes a safetensors file of both."
+    """Compressed tensors: `payload` holds plain tensors on the CPU, `meta` what JSON can hold.
+
+    `to_bytes` makes a safetensors file of both.
+    """
 
     payload: Mapping[str, Tensor]
     meta: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        return save_tensors(dict(self.payload), metadata={"composer_nb": json.dumps(self.meta, separators=(",", ":"))})
+        meta = json.dumps(self.meta, separators=(",", ":"))
+        return save_tensors(dict(self.payload), metadata={"composer_nb": meta})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Compressed:
-        "Raises ValueError for bytes that are no safetensors file of ours; what is inside is checked by `decompress`."
+        "Raises ValueError for bytes that are no such file; what is inside is checked by `decompress`."
         try:
             payload = load_tensors(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -62,7 +66,7 @@ class Compressed:
         "Parameters in it."
         return sum(math.prod(shape) for shape in self.meta["shapes"].values())
 
-# %% ../../nbs/scaling_out/02_compression.ipynb #c008-0d25b0
+# %% ../../nbs/scaling_out/02_compression.ipynb #3b03ac2a
 _WORTH_TRYING = 2**20  # bytes, up to which zlib may have a try at what zstandard leaves as it is
 
 
@@ -82,7 +86,7 @@ def _squeeze(raw: bytes, codec: str) -> tuple[str, bytes]:
         raise ValueError(f"codec is {codec!r}: 'auto', 'zstd', 'zlib' or 'none'")
     return (codec, small) if len(small) < len(raw) else ("none", raw)
 
-
+# %% ../../nbs/scaling_out/02_compression.ipynb #b7169a31
 def _unsqueeze(data: bytes, codec: object, length: int) -> bytes:
     "Exactly `length` bytes, never more, whatever `data` claims. Raises ValueError otherwise."
     if codec not in get_args(Codec):
@@ -111,10 +115,11 @@ def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ImportError("codec 'zstd' needs zstandard: pip install 'composer_nb[diloco]', or choose codec 'zlib' on every replica") from error
+        remedy = "pip install 'composer_nb[diloco]', or choose codec 'zlib' on every replica"
+        raise ImportError(f"codec 'zstd' needs zstandard: {remedy}") from error
     return zstandard
 
-# %% ../../nbs/scaling_out/02_compression.ipynb #c010-7c6234
+# %% ../../nbs/scaling_out/02_compression.ipynb #ca5c575c
 def _parts(numel: int, block: int) -> Iterator[tuple[slice, slice]]:
     "Values and their blocks' scales, so many at a time that the next pass over them finds them in the cache."
     step = max(1, 2**17 // block) * block
@@ -127,8 +132,11 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
     return F.pad(values, (0, -values.numel() % block)).view(-1, block)
 
 
-def _quantise(flat: Tensor, levels: int, block: int, noise: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    "Codes (int8, as long as `flat`), the blocks' scales (bfloat16), and what the receiver will not see (float32)."
+def _quantise(
+    flat: Tensor, levels: int, block: int, noise: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (int8, as long as `flat`), the blocks' scales (bfloat16), what the receiver will not see
+    (float32)."""
     codes, left = torch.empty_like(flat, dtype=torch.int8), torch.empty_like(flat)
     scales = flat.new_empty(-(-flat.numel() // block), dtype=torch.bfloat16)
     for values, of in _parts(flat.numel(), block):
@@ -152,7 +160,7 @@ def _dequantise(codes: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
         padded = _in_blocks(codes[values], block).float().mul_(scales[of].float()[:, None])
         out[values] = padded.flatten()[: values.stop - values.start]
 
-
+# %% ../../nbs/scaling_out/02_compression.ipynb #3b7d5aee
 def _round_up(values: Tensor) -> Tensor:
     "Non-negative float32 to the next bfloat16 that is not below."
     return ((values.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -187,7 +195,7 @@ def _count(k: int | float, numel: int) -> int:
         raise ValueError(f"k is {k!r}: a share (float, above 0 up to 1.0) or a count (int, from 1)")
     return k if isinstance(k, int) else max(1, round(k * numel))
 
-# %% ../../nbs/scaling_out/02_compression.ipynb #c014-80a6f5
+# %% ../../nbs/scaling_out/02_compression.ipynb #4a381ac3
 def compress(
     tensors: Mapping[str, Tensor],
     kind: Kind = "int8",
@@ -200,10 +208,11 @@ def compress(
 ) -> tuple[Compressed, dict[str, Tensor]]:
     """Compress `tensors + error`; returns the payload and the new error, float32 and of the tensors' shapes.
 
-    Pass the error back in the next round, or None to begin (or to go without feedback). All arithmetic is float32; 16-bit inputs are
-    widened, float64 is rounded. `block` values share a scale (`int8`, `int4`); `k` is a share or a count (`topk`); `seed` makes
-    rounding stochastic: use another one every round. Raises ValueError for NaN, infinity, tensors that are not floats, an error of other
-    names or shapes, and knobs out of range.
+    Pass the error back in the next round, or None to begin (or to go without feedback). All arithmetic is
+    float32; 16-bit inputs are widened, float64 is rounded. `block` values share a scale (`int8`, `int4`); `k`
+    is a share or a count (`topk`); `seed` makes rounding stochastic: use another one every round. Raises
+    ValueError for NaN, infinity, tensors that are not floats, an error of other names or shapes, and knobs
+    out of range.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}: one of {', '.join(get_args(Kind))}")
@@ -218,21 +227,26 @@ def compress(
         payload, more, left = _encode_topk(total, k, codec)
     else:
         payload, more, left = _encode_blocks(total, kind, block, seed, codec)
-    return Compressed(payload, meta | more), {name: part.view_as(value) for (name, value), part in zip(total.items(), left, strict=True)}
+    parts = zip(total.items(), left, strict=True)
+    return Compressed(payload, meta | more), {name: part.view_as(value) for (name, value), part in parts}
 
-
+# %% ../../nbs/scaling_out/02_compression.ipynb #a143531d
 def _with_error(tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     "The sums, float32."
-    if error is not None and (error.keys() != tensors.keys() or any(error[name].shape != tensors[name].shape for name in tensors)):
-        raise ValueError("error belongs to other tensors: names and shapes must be those of the tensors; begin anew with None")
+    shapes = {name: value.shape for name, value in tensors.items()}
+    if error is not None and {name: value.shape for name, value in error.items()} != shapes:
+        rule = "names and shapes must be those of the tensors; begin anew with None"
+        raise ValueError(f"error belongs to other tensors: {rule}")
     total = {}
     for name, value in tensors.items():
         if not value.dtype.is_floating_point:
             raise ValueError(f"{name!r} is {value.dtype}: only floating-point tensors are compressed")
-        total[name] = value.detach().float() + (0.0 if error is None else error[name].to(value.device).float())
+        total[name] = value.detach().float()
+        total[name] = total[name] + (0.0 if error is None else error[name].to(value.device).float())
         low, high = total[name].aminmax() if value.numel() else (0.0, 0.0)  # NaN where one is in it
         if not (-LARGEST < low and high < LARGEST):
-            raise ValueError(f"{name!r} holds NaN, infinity, or more than float32 has room for; drop this contribution")
+            what = "NaN, infinity, or more than float32 has room for"
+            raise ValueError(f"{name!r} holds {what}; drop this contribution")
     return total
 
 
@@ -246,8 +260,10 @@ def _from_bytes(raw: bytes, dtype: torch.dtype) -> Tensor:
 
 _Encoded = tuple[dict[str, Tensor], dict[str, Any], list[Tensor]]
 
-
-def _encode_blocks(total: Mapping[str, Tensor], kind: str, block: int, seed: int | None, codec: str) -> _Encoded:
+# %% ../../nbs/scaling_out/02_compression.ipynb #6ca2373f
+def _encode_blocks(
+    total: Mapping[str, Tensor], kind: str, block: int, seed: int | None, codec: str
+) -> _Encoded:
     "Payload, what else belongs to the meta data, and what the receiver will not see of each tensor."
     codes, scales, left, noise = [], [], [], {}
     for value in total.values():
@@ -266,38 +282,47 @@ def _encode_blocks(total: Mapping[str, Tensor], kind: str, block: int, seed: int
 def _encode_topk(total: Mapping[str, Tensor], k: int | float, codec: str) -> _Encoded:
     flat = torch.cat([value.reshape(-1) for value in total.values()]) if total else torch.zeros(0)
     if flat.numel() > 2**31 - 1:
-        raise ValueError(f"{flat.numel()} values in one fragment: top-k counts to 2**31 - 1, use more fragments")
+        rule = "top-k counts to 2**31 - 1, use more fragments"
+        raise ValueError(f"{flat.numel()} values in one fragment: {rule}")
     places = _largest(flat, _count(k, flat.numel()))
     gaps = places.diff(prepend=places.new_full((1,), -1)).to(torch.int32).cpu()
     planes = gaps.view(torch.uint8).view(-1, 4).T  # the mostly empty high bytes side by side
     used, data = _squeeze(_as_bytes(planes), codec)
     left = flat.index_fill(0, places, 0.0).split([value.numel() for value in total.values()])
-    return {"gaps": _from_bytes(data, torch.uint8), "values": flat[places].cpu()}, {"kept": len(places), "codec": used}, list(left)
+    payload = {"gaps": _from_bytes(data, torch.uint8), "values": flat[places].cpu()}
+    return payload, {"kept": len(places), "codec": used}, list(left)
 
-# %% ../../nbs/scaling_out/02_compression.ipynb #c016-309eaf
+# %% ../../nbs/scaling_out/02_compression.ipynb #b624fdc8
 def decompress(compressed: Compressed, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors, float32 on the CPU. Pass `like` for payloads from elsewhere: names and shapes must then be its own.
+    """The tensors, float32 on the CPU. Pass `like` for payloads from elsewhere: names and shapes must then be
+    its own.
 
     Raises ValueError for a payload that is damaged, of another format, or not what `like` expects.
     """
     meta, payload = compressed.meta, compressed.payload
     if not isinstance(meta, Mapping) or meta.get("format") != 1 or meta.get("kind") not in get_args(Kind):
-        raise ValueError(f"damaged payload: format {_get(meta, 'format')}, kind {_get(meta, 'kind')!r} is not one that we write")
+        found = f"format {_get(meta, 'format')}, kind {_get(meta, 'kind')!r}"
+        raise ValueError(f"damaged payload: {found} is not one that we write")
     shapes = _shapes(meta.get("shapes"))
     if like is not None and shapes != {name: tuple(value.shape) for name, value in like.items()}:
-        raise ValueError("the payload holds other tensors than expected: do all replicas train the same model, cut in the same fragments?")
+        question = "do all replicas train the same model, cut in the same fragments?"
+        raise ValueError(f"the payload holds other tensors than expected: {question}")
     decode = _decode_topk if meta["kind"] == "topk" else _decode_blocks
     flat = decode(payload, meta, shapes)
     if flat.numel() and not all(edge.isfinite() for edge in flat.aminmax()):
         raise ValueError("damaged payload: a code times its scale is infinite")
-    return {name: part.view(shapes[name]) for name, part in zip(shapes, flat.split([math.prod(shape) for shape in shapes.values()]), strict=True)}
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
-
+# %% ../../nbs/scaling_out/02_compression.ipynb #3416681d
 def _get(meta: object, key: str) -> object:
     return meta.get(key) if isinstance(meta, Mapping) else None
 
 
-def _shapes(found: object) -> dict[str, tuple[int, ...]]:
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _shapes(found: object) -> Shapes:
     if not isinstance(found, Mapping) or not all(isinstance(shape, list) for shape in found.values()):
         raise ValueError("damaged payload: 'shapes' must map names to lists")
     if not all(type(n) is int and 0 <= n < 2**40 for shape in found.values() for n in shape):
@@ -308,14 +333,16 @@ def _shapes(found: object) -> dict[str, tuple[int, ...]]:
 def _part(payload: Mapping[str, Tensor], name: str, dtype: torch.dtype, numel: int | None = None) -> Tensor:
     "One tensor of the payload, checked."
     part = payload.get(name)
-    if part is None or part.dtype != dtype or part.dim() != 1 or (numel is not None and part.numel() != numel):
-        raise ValueError(f"damaged payload: {name!r} must be one row of {'' if numel is None else f'{numel} '}{dtype}")
+    fits = part is not None and part.dtype == dtype and part.dim() == 1
+    if not fits or (numel is not None and part.numel() != numel):
+        count = "" if numel is None else f"{numel} "
+        raise ValueError(f"damaged payload: {name!r} must be one row of {count}{dtype}")
     if dtype.is_floating_point and not torch.isfinite(part).all():
         raise ValueError(f"damaged payload: {name!r} holds NaN or infinity")
     return part
 
-
-def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+# %% ../../nbs/scaling_out/02_compression.ipynb #d9eeb9d9
+def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Shapes) -> Tensor:
     kind, block = meta["kind"], meta.get("block")
     if type(block) is not int or not 1 <= block < 2**31:
         raise ValueError(f"damaged payload: block is {block!r}")
@@ -326,7 +353,8 @@ def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shape
         raise ValueError("damaged payload: a negative scale")
     length = sum(sizes) if kind == "int8" else (sum(sizes) + 1) // 2
     raw = _unsqueeze(_as_bytes(_part(payload, "codes", torch.uint8)), meta.get("codec"), length)
-    codes = _from_bytes(raw, torch.int8) if kind == "int8" else _unpack(_from_bytes(raw, torch.uint8), sum(sizes))
+    four_bits = kind == "int4"
+    codes = _unpack(_from_bytes(raw, torch.uint8), sum(sizes)) if four_bits else _from_bytes(raw, torch.int8)
     if codes.numel() and codes.min() < -LEVELS[kind]:
         raise ValueError(f"damaged payload: a code below {-LEVELS[kind]}")
     flat = torch.empty(sum(sizes))
@@ -335,7 +363,7 @@ def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shape
     return flat
 
 
-def _decode_topk(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+def _decode_topk(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Shapes) -> Tensor:
     numel, kept = sum(math.prod(shape) for shape in shapes.values()), meta.get("kept")
     if type(kept) is not int or not 0 <= kept <= numel:
         raise ValueError(f"damaged payload: {kept!r} values kept of {numel}")

@@ -20,18 +20,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from composer_nb.diloco.bucket import (
-    Bucket,
-    BucketError,
-    BucketUnavailable,
-    DamagedPayload,
-    KeyNotFound,
-    PayloadRef,
-    open_bucket,
-    read_payload,
-    spec_of,
-    write_payload,
-)
+from .payload import DamagedPayload, PayloadRef, read_payload, spec_of, write_payload
+from .store import Bucket, BucketError, BucketUnavailable, KeyNotFound, open_bucket
 from .compression import Compressed, compress, decompress
 
 _T = TypeVar("_T")

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from .bucket import Bucket, BucketError, KeyNotFound, Spec, open_bucket, pack, spec_of
+from .payload import Spec, pack, spec_of
+from .store import Bucket, BucketError, KeyNotFound, open_bucket
 from .compression import compress
 from .outer import OuterConfig, apply_delayed, due_fragment, pseudo_gradient, split_fragments
 from .rendezvous import Behind, DuplicateRank, Member, Record, Rendezvous, RunConfig, State

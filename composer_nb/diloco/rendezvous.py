@@ -23,19 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from composer_nb.diloco.bucket import (
-    Bucket,
-    BucketError,
-    BucketUnavailable,
-    DamagedPayload,
-    KeyNotFound,
-    PayloadRef,
-    Spec,
-    open_bucket,
-    read_payload,
-    spec_of,
-    write_payload,
-)
+from .payload import DamagedPayload, PayloadRef, Spec, read_payload, spec_of, write_payload
+from .store import Bucket, BucketError, BucketUnavailable, KeyNotFound, open_bucket
 from .compression import Compressed, decompress
 from composer_nb.diloco.outer import (
     OuterConfig,

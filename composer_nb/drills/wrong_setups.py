@@ -32,7 +32,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from composer_nb.diloco.bucket import Bucket, local_s3, open_bucket
+from composer_nb.diloco.store import Bucket, open_bucket
+from composer_nb.drills.s3_server import local_s3
 from composer_nb.diloco.outer import OuterConfig
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.rendezvous import Record

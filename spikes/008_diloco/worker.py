@@ -110,7 +110,7 @@ class Store:
 
 def reach(spec: dict):
     """The bucket of a process."""
-    from composer_nb.diloco.bucket import open_bucket
+    from composer_nb.diloco.store import open_bucket
 
     bucket = open_bucket(spec["uri"], **spec.get("storage", {}))
     bucket._store = Store(bucket._store, spec.get("mbit", 0.0), spec.get("die_at", ""))
@@ -223,8 +223,8 @@ def fingerprint(replica) -> int:
 
 def sync(spec: dict) -> dict:
     """Seconds of one outer sync of rank 0 beside an idle rank 1, and of moving its bytes, medians of `repeats`; bytes per replica."""
-    from composer_nb.diloco.bucket import spec_of
     from composer_nb.diloco.compression import compress
+    from composer_nb.diloco.payload import spec_of
     from composer_nb.diloco.rendezvous import Rendezvous, RunConfig
 
     bucket, kind = reach(spec), spec["compression"]
