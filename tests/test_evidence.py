@@ -67,7 +67,7 @@ def execute(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=300,
         check=False,
         env=environment,
     )
@@ -322,7 +322,7 @@ def test_a_table_that_copies_figures_is_found_when_stale(root: Path) -> None:
         command,
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"JUPYTER_PREFER_ENV_PATH": "1"},
     )
     commit(root)

@@ -63,7 +63,7 @@ def make_spike(root: Path, *cells: str, parameters: str = PARAMETERS, slug: str 
 def execute(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(RUNNER), "--root", str(root), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, check=False
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, check=False
     )
 
 
