@@ -11,7 +11,17 @@ from types import ModuleType
 import nbformat
 import pytest
 
-from composer_nb.results import FIGURES_MIME, Stamp, provenance_of, run_state, spike_folder, write_metrics
+import composer_nb
+from composer_nb.results import (
+    FIGURES_MIME,
+    Stamp,
+    checkout_of_package,
+    provenance_of,
+    run_state,
+    runs_of,
+    spike_folder,
+    write_metrics,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SLUG = "900_question"
@@ -44,7 +54,7 @@ def make_repository(root: Path, *, plan: bool = True) -> Path:
     package = root / "composer_nb"
     package.mkdir(parents=True)
     for name in ("__init__.py", "files.py", "results.py"):
-        shutil.copy(ROOT / "composer_nb" / name, package)
+        shutil.copy(Path(composer_nb.__file__).parent / name, package)
     (root / ".gitignore").write_text("/out/\nspikes/*/runs/_*/\n__pycache__/\n")
     folder = root / "spikes" / SLUG
     folder.mkdir(parents=True)
@@ -353,8 +363,9 @@ def test_withdrawn_verdicts_say_why() -> None:
 def test_a_spike_finds_its_files_from_any_folder(
     spike: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path if checkout_of_package() else ROOT / "tests")  # a wheel lies in no checkout
     assert spike_folder(spike) == ROOT / "spikes" / spike
+    assert runs_of(spike) and all(run["spike"] == spike for run in runs_of(spike))
 
 
 def test_a_spike_without_its_files_says_how_to_get_them(
@@ -364,6 +375,8 @@ def test_a_spike_without_its_files_says_how_to_get_them(
     monkeypatch.setattr("composer_nb.results.checkout_of_package", lambda: None)
     with pytest.raises(FileNotFoundError, match="git clone.*spikes/run.py 005_trainer_cost --scratch"):
         spike_folder("005_trainer_cost", "measure.py")
+    with pytest.raises(FileNotFoundError, match="no runs of spike 005_trainer_cost are here.*git clone"):
+        runs_of("005_trainer_cost")
 
 
 def test_check_runs_is_part_of_the_check_of_notebooks() -> None:
