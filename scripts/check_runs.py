@@ -38,7 +38,7 @@ SHALLOW = (
     "this clone is shallow and cannot tell what history holds: `git fetch --unshallow`, then check again"
 )
 OUT_OF_TREE = re.compile(r"T_[0-9a-f]{5}|0x[0-9a-f]{6,}")
-READS_RUNS = re.compile(r"""spikes/\w+/runs|Path\(["']runs["']\)""")
+READS_RUNS = re.compile(r"""spikes/\w+/runs|Path\(["']runs["']\)|runs_of\("(?!000_)""")
 
 
 def git(root: Path, *words: str) -> str:

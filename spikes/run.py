@@ -30,6 +30,7 @@ from typing import Any
 
 import nbformat
 import papermill
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from composer_nb.files import write_text
@@ -607,6 +608,13 @@ def execute(
             raise SpikeError(f"{prepared.slug}: {said}") from error
         if isinstance(error, SpikeError):
             raise SpikeError(f"{prepared.slug}: {error}") from error
+        if isinstance(error, DeadKernelError):
+            said = (
+                "the kernel died (killed, or out of memory): --resume starts again with what the spike kept"
+            )
+            raise SpikeError(f"{prepared.slug}: {said}") from error
+        if isinstance(error, CellTimeoutError):
+            raise SpikeError(f"{prepared.slug}: a cell ran over --cell-limit {cell_limit_s} s") from error
         raise
     os.replace(running, out / "spike.ipynb")
     for leftover in (failed, out / "metrics.failed.json", out / RUNNING):
@@ -656,8 +664,9 @@ def finish_metrics(prepared: Prepared, attempts: int = 1) -> dict[str, Any]:
         and metrics.get("git") != dict(prepared.identity.git or {})
     ):
         raise SpikeError(
-            "metrics.json does not name the code this run began with: take the stamp in the first cell, "
-            f"Stamp(device, spike={prepared.slug!r}, out=out, smoke=smoke)"
+            "metrics.json does not name the code of this tree: take the stamp in the first cell, "
+            f"Stamp(device, spike={prepared.slug!r}, out=out, smoke=smoke), and run where this tree's "
+            "own composer_nb is installed (pip install -e .)"
         )
     write_text(path, json.dumps(metrics, indent=1) + "\n")
     return metrics
