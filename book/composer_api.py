@@ -1,6 +1,6 @@
 """API pages, read from the package's source without importing it: signatures, shapes, docstrings, errors.
 
-One page per module that has an `__all__`, written to `book/api/` (ignored by git) before Sphinx looks for pages.
+One page per part of the book, a section per module that has an `__all__`, written to `book/api/` (ignored by git) before Sphinx looks for pages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import yaml
 from composer_notebooks import headline, module_of
 
 PACKAGE = "composer_nb"
 FOLDER = "book/api"
-SPECIAL = re.compile(r"(`+[^`]*`+)|([\\*_{}\[\]<>#|$~&@])")
+OTHER = "Other"
+SPECIAL = re.compile(r"(`+[^`]*`+)|([\\*{}\[\]<>#|$~&@]|(?<!\w)_|_(?!\w))")
 VALUE_LENGTH = 70
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -30,10 +32,6 @@ class Module:
     lines: list[str]
     tree: ast.Module
     public: list[str]
-
-    @property
-    def page(self) -> str:
-        return f"{FOLDER}/{self.name}"
 
     @property
     def subtitle(self) -> str:
@@ -109,7 +107,7 @@ def read_package(root: Path) -> list[Module]:
 
 def escaped(text: str) -> str:
     """Plain text for Markdown: what it would take for markup is escaped, code spans are left alone."""
-    return SPECIAL.sub(lambda m: m[1] or f"\\{m[2]}", text)
+    return SPECIAL.sub(lambda m: m[1] or f"&#{ord(m[2])};", text)
 
 
 def prose(docstring: str | None) -> str:
@@ -230,30 +228,58 @@ def chapter_of_modules(root: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def module_page(module: Module, chapters: dict[str, tuple[str, str]]) -> str:
+def shelves(root: Path, modules: list[Module]) -> dict[str, list[Module]]:
+    """Modules by the part of the book whose chapters export them, in reading order; `Other` has no chapter."""
+    parts = yaml.safe_load((root / "_toc.yml").read_text()).get("parts", [])
+    files = {part.get("caption", ""): re.findall(r"'file': '([^']+)'", str(part)) for part in parts}
+    place = {page: (caption, number) for caption, pages in files.items() for number, page in enumerate(pages)}
+    chapters, found = chapter_of_modules(root), {caption: [] for caption in [*files, OTHER]}
+    for module in modules:
+        page = chapters.get(module.name, ("", ""))[0]
+        found[place.get(page, (OTHER, 0))[0]].append((place.get(page, (OTHER, 0))[1], module.name, module))
+    return {caption: [module for *_, module in sorted(row)] for caption, row in found.items() if row}
+
+
+def slug(caption: str) -> str:
+    return re.sub(r"\W+", "_", caption.lower())
+
+
+def module_section(module: Module, chapters: dict[str, tuple[str, str]]) -> str:
     chapter = chapters.get(module.name)
     written = f"Written and explained in the chapter [{escaped(chapter[1])}](/{chapter[0]}.ipynb)." if chapter else ""
-    head = [f"# {escaped(module.name)}", f"> {escaped(module.subtitle)}" if module.subtitle else "",
+    head = [f"({target(module.name)})=\n## {escaped(module.name)}", escaped(module.subtitle),
             f"```{{py:module}} {module.name}\n```", written]
     return "\n\n".join([*(part for part in head if part), *(definition_block(module, n) for n in module.public)]) + "\n"
 
 
-def index_page(modules: list[Module]) -> str:
-    rows = [f"| [`{m.name.removeprefix(PACKAGE + '.')}`]({m.name}.md) | "
-            f"{', '.join(f'`{name}`' for name in m.public)} |" for m in modules]
+def target(name: str) -> str:
+    """The label of a module's section."""
+    return f"api-{name.replace('.', '-')}"
+
+
+def shelf_page(caption: str, modules: list[Module], chapters: dict[str, tuple[str, str]]) -> str:
+    names = sum(len(module.public) for module in modules)
+    return "\n".join([f"# API: {caption}", "", f"> Signatures, shapes and errors of the {names} public names that the "
+                      f"chapters of this part export.", "", *(module_section(module, chapters) for module in modules)])
+
+
+def index_page(shelved: dict[str, list[Module]]) -> str:
+    rows = [f"| [`{m.name.removeprefix(PACKAGE + '.')}`](#{target(m.name)}) | "
+            f"{', '.join(f'`{name}`' for name in m.public)} |" for modules in shelved.values() for m in modules]
     return "\n".join(["# API", "", "> Every public name of `composer_nb`: signature, shapes, errors.", "",
-                      "Read from the source at build time. Shapes stand in the annotations: "
+                      "<!-- roadmap -->", "", "Read from the source at build time. Shapes stand in the annotations: "
                       '`Float[Tensor, "rows vocab"]` is a floating-point tensor of two axes of these names. '
                       "*Raises* lists what a function itself raises, with the message; what it calls may raise more.",
                       "", "| module | public names |", "|---|---|", *rows, ""])
 
 
 def write_pages(root: Path) -> dict[str, str]:
-    """Bring `book/api/` up to date and return the page of each module; other files there are removed."""
+    """Bring `book/api/` up to date and return the label of each module's section; other files there are removed."""
     folder, modules, chapters = root / FOLDER, read_package(root), chapter_of_modules(root)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {"index.md": index_page(modules), ".gitignore": "*\n"}
-    wanted |= {f"{module.name}.md": module_page(module, chapters) for module in modules}
+    shelved = shelves(root, modules)
+    wanted = {"index.md": index_page(shelved), ".gitignore": "*\n"}
+    wanted |= {f"part_{slug(caption)}.md": shelf_page(caption, row, chapters) for caption, row in shelved.items()}
     for path in folder.iterdir():
         if path.name not in wanted:
             path.unlink()
@@ -261,4 +287,4 @@ def write_pages(root: Path) -> dict[str, str]:
         path = folder / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-    return {module.name: module.page for module in modules}
+    return {module.name: target(module.name) for module in modules}

@@ -54,10 +54,10 @@ def on_source_read(app, docname: str, source: list[str]) -> None:
 
 def add_api_link(app, notebook: dict, module: str | None) -> None:
     """Below the title of a chapter that exports a module: where its names are listed."""
-    page = app.config.composer_api_pages.get(f"{composer_api.PACKAGE}.{module}") if module else None
-    for cell in notebook["cells"] if page else []:
+    label = app.config.composer_api_labels.get(f"{composer_api.PACKAGE}.{module}") if module else None
+    for cell in notebook["cells"] if label else []:
         if cell["cell_type"] == "markdown":
-            link = f"[`{composer_api.PACKAGE}.{module}`](/{page}.md)"
+            link = f"[`{composer_api.PACKAGE}.{module}`](#{label})"
             cell["source"] = f"{''.join(cell['source'])}\n\nAPI of this chapter: {link}\n"
             return
 
@@ -164,8 +164,8 @@ def copy_mathjax(app, exception) -> None:
 
 
 def setup(app) -> dict:
-    pages = composer_api.write_pages(Path(app.srcdir))  # before the table of contents is read, which lists them
-    app.add_config_value("composer_api_pages", pages, "env")
+    labels = composer_api.write_pages(Path(app.srcdir))  # before the table of contents is read, which lists them
+    app.add_config_value("composer_api_labels", labels, "env")
     app.connect("config-inited", configure)
     app.connect("source-read", on_source_read)
     app.connect("doctree-resolved", name_bare_images)

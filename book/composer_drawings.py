@@ -56,10 +56,10 @@ def kernels() -> tuple[int, str, str, str]:
         "between a chosen and a rejected reply. All three become one gradient."), "".join([
             row, arrow((181, 36), (181, 62)), text(120, 78, "student", "small"), text(245, 78, "teacher with hint", "small"),
             bars(96, 136, [12, 40, 24, 8], "c1"), bars(218, 136, [8, 16, 46, 6], "c2"),
-            f'<line class="wire" x1="84" x2="290" y1="137" y2="137"/>', text(384, 104, "log-probabilities", "small"),
+            '<line class="wire" x1="84" x2="290" y1="137" y2="137"/>', text(384, 104, "log-probabilities", "small"),
             text(384, 122, "over the vocabulary", "small"),
-            box(8, 168, 146, 52, "advantage", "better than its group?", css="c1"),
-            box(167, 168, 146, 52, "divergence", "how far from the hint?", css="c2"),
+            box(8, 168, 146, 52, "advantage", "beyond its group", css="c1"),
+            box(167, 168, 146, 52, "divergence", "student to hinted", css="c2"),
             box(326, 168, 146, 52, "margin", "chosen over rejected", css="c3"),
             arrow((81, 166), (110, 141), css="c1"), arrow((240, 166), (222, 141), css="c2"),
             arrow((399, 166), (275, 141), css="c3"), text(240, 243, "three pushes on the same logits, each with its own count", "small")])
@@ -80,9 +80,9 @@ def data() -> tuple[int, str, str, str]:
         "Two rows of the same rollout: task, turn 1, turn 2 with the mistake, turn 3. In the second row a hint stands right "
         "above turn 2. The sampled tokens of turn 2 are scored in both rows; the divergence between the two scores trains "
         "the student, on that turn only."), "".join([
-            line(32, "student: the context as it was", False), line(122, "teacher: the same model reads the hint", True),
-            arrow((185, 62), (185, 82), (380, 82)), arrow((249, 120), (249, 98), (380, 98)),
-            box(384, 62, 90, 52, "divergence", "that turn only", css="c2"),
+            line(32, "student: the context as it was", False), line(122, "teacher: same model, with hint", True),
+            arrow((185, 62), (185, 76), (358, 76)), arrow((310, 120), (310, 92), (358, 92)),
+            box(362, 56, 112, 52, "divergence", "that turn only", css="c2"),
             text(240, 178, "The mistake's own tokens, as sampled, in two contexts;", "small"),
             text(240, 198, "two lists of positions say which is compared with which.", "small"),
             text(240, 222, "log → states → redaction → hint → batch", "bold")])
@@ -115,7 +115,7 @@ def tasks() -> tuple[int, str, str, str]:
         "becomes the hint of channel 2."), "".join([
             box(8, 14, 130, 52, "question", "with its functions"), arrow((138, 40), (172, 40)),
             box(174, 14, 130, 52, "model", "writes one call"), arrow((304, 40), (338, 40)),
-            box(340, 14, 132, 52, "checker", "argument by argument"), arrow((380, 66), (280, 108), css="c1"),
+            box(340, 14, 132, 52, "checker", "each argument"), arrow((380, 66), (280, 108), css="c1"),
             arrow((420, 66), (404, 108), css="c2"), box(150, 110, 150, 52, "score in [0, 1]", "the reward", css="c1"),
             box(318, 110, 154, 52, "error text", "the hint, no values", css="c2"),
             text(240, 186, "the reward says how good, the text says what was wrong", "small")])
@@ -145,19 +145,18 @@ def scaling_out() -> tuple[int, str, str, str]:
         done += [f'<rect class="bar {css}" x="{a}" y="{y - 8}" width="{b - a}" height="16" rx="4"/>' for a, b in spans]
         return "".join(done)
 
-    rounds = [170, 290, 410]
-    meet = "".join(arrow((x - 14, y + 9), (x - 6, 176)) for x in rounds for y in (28, 68))
+    rounds, rows = [150, 285, 420], (28, 68, 108)
+    meet = [arrow((x - 24 + 12 * n, y + 9), (x - 18 + 9 * n, 170)) for x in rounds for n, y in enumerate(rows)
+            if not (x == 285 and n == 2)]
     return 250, "Replicas and a bucket over time", (
         "Three replicas train side by side; time runs to the right. At the end of each round every replica that is alive "
         "writes its pseudo-gradient to a shared bucket and goes on training; one of them writes the round's record. The "
         "third replica dies in round 2 and comes back in round 3 with the others' state. No round waits for it."), "".join([
             life(28, "A", [(40, 468)], "c1"), life(68, "B", [(40, 468)], "c1"),
-            life(108, "C", [(40, 226), (338, 468)], "c3"), text(262, 104, "✗ killed", "small bad"),
-            text(296, 128, "back, with the others' state →", "small"), meet,
-            arrow((156, 117), (160, 176)), arrow((396, 117), (402, 176)),
-            f'<rect class="sum" x="40" y="178" width="428" height="38" rx="7"/>', text(82, 202, "bucket", "bold"),
-            *(text(x + 8, 202, f"round {n}", "mono") for n, x in enumerate(rounds, 1)),
-            text(240, 240, "only the bucket is shared; nobody waits for the dead", "small")])
+            life(108, "C", [(40, 214), (352, 468)], "c3"), text(224, 113, "✗", "bold"), *meet,
+            '<rect class="sum" x="40" y="172" width="428" height="38" rx="7"/>',
+            *(text(x - 6, 196, f"round {n}", "mono") for n, x in enumerate(rounds, 1)), text(72, 196, "bucket", "bold"),
+            text(240, 238, "C is killed and comes back with the others' state", "small")])
 
 
 def launching() -> tuple[int, str, str, str]:

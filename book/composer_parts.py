@@ -89,7 +89,7 @@ class PartChapters(SphinxDirective):
             return []
         suffixes = {page: Path(self.env.doc2path(page)).suffix for page in part.chapters}
         rows = [(page, *title_and_subtitle(root, page)) for page in part.chapters]
-        text = "\n".join(f"1. [{title}](/{page}{suffixes[page]})" + (f"  \n   {said}" if said else "")
+        text = "\n".join(f"1. [{title}](/{page}{suffixes[page]})" + (f"\n\n   {said}\n" if said else "")
                          for page, title, said in rows)
         box = nodes.container(classes=["part-chapters"])
         box += self.parse_text_to_nodes(text)

@@ -77,7 +77,7 @@ class Run:
     def verdict(self) -> str:
         """The verdict that the rule gave, and what is left of it if that is less."""
         computed = show(self.facts.get("verdict"))
-        return f"{self.standing['standing']} (the rule gave {computed})" if self.standing else computed
+        return f"{self.standing['standing']} (was {computed})" if self.standing else computed
 
     @property
     def superseded(self) -> list[str]:
@@ -180,7 +180,7 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
     if (root / "book/explorer.md").exists():
         explorer = f'\n\n<p><a href="../../book/explorer.html?spike={spike}">Compare its runs in the explorer</a></p>'
     return "\n".join([
-        "", "", "::::{container} run-opening", f"**Newest run: [{run.name}]({link}), verdict: {run.verdict}** "
+        "", "", '<nav class="roadmap" data-lit=""></nav>', "", "::::{container} run-opening", f"**Newest run: [{run.name}]({link}), verdict: {run.verdict}** "
         f"· started {moment(run.facts.get('started'))} · {show(run.facts.get('hardware'))} · commit {run.short_commit}",
         standing_box(run), figures_html(run, re.findall(r"`(\w+)`", rule)), "", plots, "",
         f"**{'All its runs' if len(runs) > 1 else 'Its only run'}**", "", runs_table(runs, base), explorer, "::::", "", ""])
@@ -241,9 +241,10 @@ class NewestVerdicts(SphinxDirective):
             run = newest(runs)
             link = f"[{question(root, spike)}](/spikes/{spike}/spike.ipynb)"
             last = f"[{run.name}](/{run.page}.ipynb), {moment(run.facts.get('started'))[:10]}" if run else "–"
-            rows.append(f"| {link} | {run.verdict if run else 'not run'} | {last} | {len(runs)} |")
-        text = ["| question | verdict of the newest run | run | runs |", "|---|---|---|---|", *rows]
-        return self.parse_text_to_nodes("\n".join(text))
+            rows.append(f"| {link} | {run.verdict if run else 'not run'} | {last} |")
+        box = nodes.container(classes=["verdicts"])
+        box += self.parse_text_to_nodes("\n".join(["| question | newest verdict | run |", "|---|---|---|", *rows]))
+        return [box]
 
 
 class FigurePlot(SphinxDirective):
@@ -256,13 +257,13 @@ class FigurePlot(SphinxDirective):
 
     def run(self):
         self.env.note_reread()
-        spike, _, title = self.arguments[0].partition(" ")
+        spike, title = self.arguments[0], " ".join(self.arguments[1:])
         labels = dict(re.split(r":\s*", line, maxsplit=1) for line in self.content if line.strip())
         runs = [run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts["figures"].keys()]
         if not runs:
             logger.warning("figure-plot: no run of %s has any of %s", spike, ", ".join(labels), location=self.get_location())
             return []
-        return [nodes.raw("", dot_plot(runs, labels, title.strip()), format="html")]
+        return [nodes.raw("", dot_plot(runs, labels, title), format="html")]
 
 
 def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:

@@ -42,7 +42,10 @@ return {
   code: [...article.querySelectorAll("pre, code")].map(node => node.textContent),
   links: [...document.querySelectorAll("a[href]")].map(link => link.href),
   images: [...document.images].map(image => ({
-    src: image.src, width: image.naturalWidth, inArticle: article.contains(image)})),
+    src: image.src, width: image.naturalWidth, inArticle: article.contains(image), alt: image.alt.trim()})),
+  drawings: [...article.querySelectorAll("svg[role=img]:not([aria-hidden=true])")]
+    .filter(node => !node.closest("mjx-container"))
+    .map(node => [node.getAttribute("aria-label"), node.querySelector("title")?.textContent].join("").trim()),
   formulas: maths.length,
   unrendered: maths.filter(node => !node.querySelector("mjx-container")).map(node => node.textContent.slice(0, 80)),
   containers: document.querySelectorAll("mjx-container").length,
@@ -59,6 +62,7 @@ RAW_MATHS = re.compile(
     r"\$|\\[(\[]|"
     r"\\(?:frac|sum|log|mathcal|mathbb|text|pi|theta|alpha|beta|left|begin|operatorname)(?![a-zA-Z])"
 )
+FILE_NAME = re.compile(r"|\S+\.(png|svg|jpe?g)")  # what Sphinx writes where nobody said anything
 LEAK = re.compile(r"^\s*#\s?\|\s?\w+", re.MULTILINE)
 CONTROL = re.compile(r".{,20}[\x00-\x08\x0b-\x1f].{,20}")  # `"\beta"` written from an ordinary Python string
 SOURCE_MATHS = re.compile(r"\$[^$\n]+\$|\$\$|\\\(|\\begin\{")
@@ -131,6 +135,9 @@ def check_page(browser: webdriver.Chrome, page: Path, *, source: str = "") -> li
     problems += [f"image not shown: {image['src'][-80:]}" for image in seen["images"] if not image["width"]]
     problems += [f"empty plot: {image['src'][-80:]}" for image in seen["images"]
                  if image["width"] and image["inArticle"] and one_colour(image["src"])]
+    problems += [f"image without a text: {image['src'][-80:]}" for image in seen["images"]
+                 if image["inArticle"] and FILE_NAME.fullmatch(image["alt"])]
+    problems += ["drawing without a text" for text in seen["drawings"] if not text]
     problems += [f"formula not rendered: {text!r}" for text in seen["unrendered"]]
     problems += sorted({f"formula with an error: {text}" for text in seen["errors"]})
     problems += [f"control character in the source: {found!r}" for found in CONTROL.findall(source)]

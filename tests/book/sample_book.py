@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from pathlib import Path
 
 import matplotlib
@@ -16,11 +16,57 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
-RUN = "spikes/006_real_model_cpu/runs/cold-cpu"
-METRICS = {"spike": "006_real_model_cpu", "run": "cold-cpu", "params": {"seed": 7}, "commit": "0123abc",
-           "hardware": {"cpu": "2 cores"}, "started": "2026-11-20T10:00:00+00:00", "wall_s": 41.5,
-           "figures": {"heldout_before": 0.125, "heldout_after": 0.4375}, "series": {"loss": [2.0, 1.5]},
-           "verdict": "keep", "notes": ""}
+SPIKE = "006_real_model_cpu"
+RUN, FIRST_RUN = f"spikes/{SPIKE}/runs/cold-cpu", f"spikes/{SPIKE}/runs/first-cpu"
+METRICS = {"spike": SPIKE, "run": "cold-cpu", "params": {"seed": 7, "arms": "composer,grpo"}, "seeds": [7],
+           "commit": "0123abc", "hardware": {"cpu": "2 cores"}, "started": "2026-11-20T10:00:00+00:00", "wall_s": 41.5,
+           "figures": {"heldout_before": 0.125, "heldout_after": 0.4375},
+           "series": {"loss": [2.0, 1.5], "reward_composer": [0.1, 0.3, 0.2], "reward_grpo": [0.1, 0.0, 0.1]},
+           "verdict": "keep", "notes": "", "provenance": "made again on a clean commit", "supersedes": "first-cpu"}
+FIRST_METRICS = METRICS | {"run": "first-cpu", "seeds": [1], "commit": "fedcba9+", "verdict": "kill", "supersedes": None,
+                           "provenance": "the tree was dirty", "started": "2026-11-19T09:00:00+00:00"}
+STANDING = (f"{SPIKE}:\n  runs: [first-cpu]\n  standing: withdrawn\n  since: 2026-11-20\n"
+            "  why: The arms were swapped.\n")
+HOUSE = {"modules_over_400": 2, "hidden_uses": 0, "lone_chapters": 5, "lone_chapters_run": 4, "function_median": 6}
+PACKAGE = '''"""Masks and means, for the sample."""
+
+__all__ = ["LIMIT", "Mode", "masked_mean", "Meter"]
+
+from dataclasses import dataclass
+
+LIMIT = 3  # rows at a time
+
+
+Mode = Other = "mean"
+
+
+def masked_mean(x: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], *, floor: int = 1) -> Float[Tensor, ""]:
+    """Mean of `x` where `mask` is true; costs 3 USD and <nothing>.
+
+    - first [item]
+    - second
+    """
+    if x.shape != mask.shape:
+        raise ValueError(f"x {tuple(x.shape)} and mask disagree")
+    return (x * mask).sum() / mask.sum().clamp(min=floor)
+
+
+@dataclass
+class Meter:
+    """Counts."""
+
+    count: int = 0  # tokens so far
+    _secret: int = 0
+
+    @property
+    def half(self) -> float:
+        "Half of it."
+        return self.count / 2
+
+    def add(self, n: int) -> "Meter":
+        "Add `n`."
+        return self
+'''
 PANDAS = ('<style scoped>.dataframe td {text-align: right;}</style><table border="1" class="dataframe"><thead><tr>'
           "<th></th><th>upstream</th><th>largest difference</th></tr></thead><tbody><tr><th>0</th><td>verl</td>"
           "<td>0.0</td></tr><tr><th>1</th><td>TRL</td><td>1.2e-07</td></tr></tbody></table>")
@@ -48,7 +94,7 @@ def chapter() -> nbformat.NotebookNode:
                           "Ten minutes, any CPU. Read nothing first.\n\n"
                           "[Open in Colab](https://colab.research.google.com/github/composer-nb/composer_nb/blob/main/nbs/00_core.ipynb)"),
         new_markdown_cell(":::{admonition} Evidence\n:class: evidence\n\n**Cursor says** \"for that turn only\".\n:::"),
-        new_markdown_cell("<!-- roadmap: core -->"),
+        new_markdown_cell("<!-- roadmap -->"),
         ran("#| hide\nsecret_setup = 1", new_output("stream", text="hidden output\n")),
         new_markdown_cell("## The masked mean\n\nWith a mask $m_t \\in \\{0, 1\\}$ and \\(N = \\sum_t m_t\\):\n\n"
                           "$$\n\\bar{x} = \\frac{1}{N} \\sum_t m_t\\, x_t, \\qquad \\boldsymbol{x} \\in \\mathbb{R}^T\n$$\n\n"
@@ -85,23 +131,38 @@ def spike() -> nbformat.NotebookNode:
                                ran("print('run')", new_output("stream", text="run\n"))])
 
 
+def write_runs(root: Path) -> None:
+    """Two runs of one spike; the second takes the place of the first."""
+    for run, metrics in ((RUN, METRICS), (FIRST_RUN, FIRST_METRICS)):
+        (root / run).mkdir(parents=True, exist_ok=True)
+        (root / run / "metrics.json").write_text(json.dumps(metrics))
+        (root / run / "plot.png").write_bytes(b64decode(plot_png()))
+    (root / "book/standing.yml").write_text(STANDING)
+    (root / "book/house.json").write_text(json.dumps(HOUSE))
+
+
 def write_sample_book(root: Path) -> Path:
     """The project's own config, extension and front matter, with sample notebooks in place of the chapters."""
     for name in ("_config.yml", "intro.md"):
         shutil.copy(ROOT / name, root / name)
-    shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "book/claims.md").write_text("# Claims\n\nThe sample claims nothing.\n")
+    shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("__pycache__", "api"))
+    (root / "book/claims.md").write_text("# Claims\n\nThe sample claims nothing, and says so in a sentence.\n")
+    (root / "book/composer_map.md").write_text("# Map\n\n> What was published, part by part.\n\nSee {chapter}`core`.\n")
     pages = {"nbs/00_core": chapter(), "nbs/01_policy": second_chapter(), f"{RUN}/spike": spike(),
-             "spikes/006_real_model_cpu/spike": spike()}
+             f"{FIRST_RUN}/spike": spike(), f"spikes/{SPIKE}/spike": spike()}
     for page, notebook in pages.items():
         path = root / f"{page}.ipynb"
         path.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, path)
-    (root / RUN / "metrics.json").write_text(json.dumps(METRICS))
+    write_runs(root)
+    (root / "composer_nb").mkdir()
+    (root / "composer_nb/core.py").write_text(PACKAGE)
     (root / "_toc.yml").write_text(
         "format: jb-book\nroot: intro\nparts:\n"
-        "  - caption: Kernels\n    chapters: [{file: nbs/00_core}, {file: nbs/01_policy}]\n"
-        "  - caption: Spikes\n    chapters:\n      - file: spikes/006_real_model_cpu/spike\n"
-        "        sections: [{glob: spikes/006_real_model_cpu/runs/*/spike}]\n"
-        "  - caption: About this book\n    chapters: [{file: book/status}, {file: book/claims}, {file: book/references}]\n")
+        "  - caption: Kernels\n    chapters: [{file: book/parts/kernels}, {file: nbs/00_core}, {file: nbs/01_policy}]\n"
+        f"  - caption: Spikes\n    chapters:\n      - file: book/explorer\n      - file: spikes/{SPIKE}/spike\n"
+        f"        sections: [{{glob: spikes/{SPIKE}/runs/*/spike}}]\n"
+        "  - caption: About\n    chapters: [{file: book/status}, {file: book/claims}, {file: book/composer_map}, "
+        "{file: book/glossary},\n               {file: book/api/index, sections: [{glob: book/api/part_*}]}, "
+        "{file: book/references}]\n")
     return root
