@@ -1,6 +1,7 @@
 """API pages, read from the package's source without importing it: signatures, shapes, docstrings, errors.
 
-One page per module that has an `__all__`, written to `book/api/` (ignored by git) before Sphinx looks for pages.
+One page per part of the book, a section per module that has an `__all__`, written to `book/api/`
+(ignored by git) before Sphinx looks for pages.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import yaml
 from composer_notebooks import headline, module_of
 
 PACKAGE = "composer_nb"
 FOLDER = "book/api"
-SPECIAL = re.compile(r"(`+[^`]*`+)|([\\*_{}\[\]<>#|$~&@])")
+OTHER = "Other"
+SPECIAL = re.compile(r"(`+[^`]*`+)|([\\*{}\[\]<>#|$~&@]|(?<!\w)_|_(?!\w))")
 VALUE_LENGTH = 70
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Module:
-    """A source file of the package: dotted name, public names in order, their definitions, where names come from."""
+    """A source file of the package: dotted name, public names in order, their definitions, where names come
+    from."""
 
     name: str
     lines: list[str]
@@ -32,16 +36,13 @@ class Module:
     public: list[str]
 
     @property
-    def page(self) -> str:
-        return f"{FOLDER}/{self.name}"
-
-    @property
     def subtitle(self) -> str:
         return " ".join((ast.get_docstring(self.tree) or "").split("\n\n")[0].split())
 
     @cached_property
     def definitions(self) -> dict[str, ast.stmt]:
-        """What the module defines at its top level, by name: of two assignments the first, of two functions the last."""
+        """What the module defines at its top level, by name: of two assignments the first, of two functions
+        the last."""
         found: dict[str, ast.stmt] = {}
         for node in _top(self.tree):
             if isinstance(node, (Function, ast.ClassDef)):
@@ -58,7 +59,7 @@ class Module:
             if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
                 base = self.name.split(".")
                 parents = base if self.is_package else base[:-1]
-                kept = parents[:len(parents) - (node.level - 1)] if node.level else []
+                kept = parents[: len(parents) - (node.level - 1)] if node.level else []
                 return ".".join([*kept, *([node.module] if node.module else [])])
         return None
 
@@ -87,7 +88,11 @@ def _public_names(tree: ast.Module) -> list[str]:
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "__all__" and node.value is not None:
-            names += [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            names += [
+                n.value
+                for n in ast.walk(node.value)
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            ]
     return list(dict.fromkeys(name for name in names if not name.startswith("_")))
 
 
@@ -105,11 +110,12 @@ def read_package(root: Path) -> list[Module]:
     return sorted(found, key=lambda module: module.name)
 
 
-# --- one definition as MyST ---------------------------------------------------------------------------------------
+# --- one definition as MyST ---------------------------------------------------------------------------------
+
 
 def escaped(text: str) -> str:
     """Plain text for Markdown: what it would take for markup is escaped, code spans are left alone."""
-    return SPECIAL.sub(lambda m: m[1] or f"\\{m[2]}", text)
+    return SPECIAL.sub(lambda m: m[1] or f"&#{ord(m[2])};", text)
 
 
 def prose(docstring: str | None) -> str:
@@ -119,7 +125,10 @@ def prose(docstring: str | None) -> str:
     for block in blocks:
         items = re.split(r"\n(?=\s*[-*] )", block)
         listed = all(re.match(r"\s*[-*] ", item) for item in items)
-        texts = [escaped(" ".join(re.sub(r"^\s*[-*] ", "", item).split() if listed else item.split())) for item in items]
+        texts = [
+            escaped(" ".join(re.sub(r"^\s*[-*] ", "", item).split() if listed else item.split()))
+            for item in items
+        ]
         done.append("\n".join(f"- {text}" for text in texts) if listed else "\n".join(texts))
     return "\n\n".join(done)
 
@@ -133,7 +142,9 @@ def errors(node: ast.AST) -> list[str]:
             text = ast.unparse(inner.exc.args[0]) if inner.exc.args else ""
             message = re.sub(r"^f?(['\"])(.*)\1$", r"\2", text, flags=re.DOTALL)
             if re.match(r"[A-Z]", kind):
-                found.append(f"`{kind}`" + (f": {escaped(' '.join(message.split()))}" if message != text else ""))
+                found.append(
+                    f"`{kind}`" + (f": {escaped(' '.join(message.split()))}" if message != text else "")
+                )
     return list(dict.fromkeys(found))
 
 
@@ -141,7 +152,9 @@ def signature(node: Function, drop_self: bool = False) -> str:
     args = node.args
     if drop_self and (args.posonlyargs or args.args):
         args = ast.arguments(**{field: getattr(args, field) for field in ast.arguments._fields})
-        args.posonlyargs, args.args = (args.posonlyargs[1:], args.args) if args.posonlyargs else ([], args.args[1:])
+        args.posonlyargs, args.args = (
+            (args.posonlyargs[1:], args.args) if args.posonlyargs else ([], args.args[1:])
+        )
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"({ast.unparse(args)}){returns}"
 
@@ -163,9 +176,16 @@ def block(fence: str, kind: str, head: str, module: str, body: str) -> str:
 
 def fields_of(module: Module, node: ast.ClassDef) -> list[tuple[str, str, str, str]]:
     """Annotated attributes of a class body: name, type, default, trailing comment."""
-    return [(item.target.id, ast.unparse(item.annotation), ast.unparse(item.value) if item.value else "",
-             module.comment(item.end_lineno)) for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_"]
+    return [
+        (
+            item.target.id,
+            ast.unparse(item.annotation),
+            ast.unparse(item.value) if item.value else "",
+            module.comment(item.end_lineno),
+        )
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_"
+    ]
 
 
 def class_block(module: Module, node: ast.ClassDef) -> str:
@@ -176,9 +196,14 @@ def class_block(module: Module, node: ast.ClassDef) -> str:
     bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
     parts = [prose(ast.get_docstring(node)), f"Extends {bases}." if bases else ""]
     if fields:
-        cell = [" | ".join(f"`` {text} ``".replace("|", r"\|") if text else "" for text in row[:3])
-                + f" | {escaped(row[3])}" for row in fields]
-        parts.append("\n".join(["| field | type | default | |", "|---|---|---|---|", *(f"| {row} |" for row in cell)]))
+        cell = [
+            " | ".join(f"`` {text} ``".replace("|", r"\|") if text else "" for text in row[:3])
+            + f" | {escaped(row[3])}"
+            for row in fields
+        ]
+        parts.append(
+            "\n".join(["| field | type | default | |", "|---|---|---|---|", *(f"| {row} |" for row in cell)])
+        )
     if made and (own := body_of(made)):
         parts.append(own)
     for method in methods:
@@ -189,10 +214,14 @@ def class_block(module: Module, node: ast.ClassDef) -> str:
         head_of = f"{node.name}.{method.name}"
         if kind == "property":
             type_line = f":type: {ast.unparse(method.returns)}\n" if method.returns else ""
-            parts.append(f":::{{py:property}} {head_of}\n:module: {module.name}\n{type_line}\n{body_of(method)}\n:::\n")
+            parts.append(
+                f":::{{py:property}} {head_of}\n:module: {module.name}\n{type_line}\n{body_of(method)}\n:::\n"
+            )
         else:
             drop = "staticmethod" not in kinds
-            parts.append(block(":::", kind, head_of + signature(method, drop_self=drop), module.name, body_of(method)))
+            parts.append(
+                block(":::", kind, head_of + signature(method, drop_self=drop), module.name, body_of(method))
+            )
     return block("::::", "class", head, module.name, "\n\n".join(part for part in parts if part))
 
 
@@ -216,7 +245,8 @@ def definition_block(module: Module, name: str) -> str:
     return f"`{name}`: from {where}.\n"
 
 
-# --- pages ----------------------------------------------------------------------------------------------------
+# --- pages --------------------------------------------------------------------------------------------------
+
 
 @cache
 def chapter_of_modules(root: Path) -> dict[str, tuple[str, str]]:
@@ -226,34 +256,105 @@ def chapter_of_modules(root: Path) -> dict[str, tuple[str, str]]:
         if not any(part.startswith(".") for part in path.relative_to(root).parts):
             notebook = json.loads(path.read_text())
             if name := module_of(notebook):
-                found[f"{PACKAGE}.{name}"] = (path.relative_to(root).with_suffix("").as_posix(), headline(notebook))
+                found[f"{PACKAGE}.{name}"] = (
+                    path.relative_to(root).with_suffix("").as_posix(),
+                    headline(notebook),
+                )
     return found
 
 
-def module_page(module: Module, chapters: dict[str, tuple[str, str]]) -> str:
+def shelves(root: Path, modules: list[Module]) -> dict[str, list[Module]]:
+    """Modules by the part of the book whose chapters export them, in reading order; `Other` has no
+    chapter."""
+    parts = yaml.safe_load((root / "_toc.yml").read_text()).get("parts", [])
+    files = {part.get("caption", ""): re.findall(r"'file': '([^']+)'", str(part)) for part in parts}
+    place = {page: (caption, number) for caption, pages in files.items() for number, page in enumerate(pages)}
+    chapters, found = chapter_of_modules(root), {caption: [] for caption in [*files, OTHER]}
+    for module in modules:
+        page = chapters.get(module.name, ("", ""))[0]
+        found[place.get(page, (OTHER, 0))[0]].append((place.get(page, (OTHER, 0))[1], module.name, module))
+    return {caption: [module for *_, module in sorted(row)] for caption, row in found.items() if row}
+
+
+def slug(caption: str) -> str:
+    return re.sub(r"\W+", "_", caption.lower())
+
+
+def module_section(module: Module, chapters: dict[str, tuple[str, str]]) -> str:
     chapter = chapters.get(module.name)
-    written = f"Written and explained in the chapter [{escaped(chapter[1])}](/{chapter[0]}.ipynb)." if chapter else ""
-    head = [f"# {escaped(module.name)}", f"> {escaped(module.subtitle)}" if module.subtitle else "",
-            f"```{{py:module}} {module.name}\n```", written]
-    return "\n\n".join([*(part for part in head if part), *(definition_block(module, n) for n in module.public)]) + "\n"
+    written = (
+        f"Written and explained in the chapter [{escaped(chapter[1])}](/{chapter[0]}.ipynb)."
+        if chapter
+        else ""
+    )
+    head = [
+        f"({target(module.name)})=\n## {escaped(module.name)}",
+        escaped(module.subtitle),
+        f"```{{py:module}} {module.name}\n```",
+        written,
+    ]
+    return (
+        "\n\n".join([*(part for part in head if part), *(definition_block(module, n) for n in module.public)])
+        + "\n"
+    )
 
 
-def index_page(modules: list[Module]) -> str:
-    rows = [f"| [`{m.name.removeprefix(PACKAGE + '.')}`]({m.name}.md) | "
-            f"{', '.join(f'`{name}`' for name in m.public)} |" for m in modules]
-    return "\n".join(["# API", "", "> Every public name of `composer_nb`: signature, shapes, errors.", "",
-                      "Read from the source at build time. Shapes stand in the annotations: "
-                      '`Float[Tensor, "rows vocab"]` is a floating-point tensor of two axes of these names. '
-                      "*Raises* lists what a function itself raises, with the message; what it calls may raise more.",
-                      "", "| module | public names |", "|---|---|", *rows, ""])
+def target(name: str) -> str:
+    """The label of a module's section."""
+    return f"api-{name.replace('.', '-')}"
+
+
+def shelf_page(caption: str, modules: list[Module], chapters: dict[str, tuple[str, str]]) -> str:
+    names = sum(len(module.public) for module in modules)
+    return "\n".join(
+        [
+            f"# API: {caption}",
+            "",
+            f"> Signatures, shapes and errors of the {names} public names that the "
+            f"chapters of this part export.",
+            "",
+            *(module_section(module, chapters) for module in modules),
+        ]
+    )
+
+
+def index_page(shelved: dict[str, list[Module]]) -> str:
+    rows = [
+        f"| [`{m.name.removeprefix(PACKAGE + '.')}`](#{target(m.name)}) | "
+        f"{', '.join(f'`{name}`' for name in m.public)} |"
+        for modules in shelved.values()
+        for m in modules
+    ]
+    return "\n".join(
+        [
+            "# API",
+            "",
+            "> Every public name of `composer_nb`: signature, shapes, errors.",
+            "",
+            "<!-- roadmap -->",
+            "",
+            "Read from the source at build time. Shapes stand in the annotations: "
+            '`Float[Tensor, "rows vocab"]` is a floating-point tensor of two axes of these names. '
+            "*Raises* lists what a function itself raises, with the message; what it calls may raise more.",
+            "",
+            "| module | public names |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def write_pages(root: Path) -> dict[str, str]:
-    """Bring `book/api/` up to date and return the page of each module; other files there are removed."""
+    """Bring `book/api/` up to date and return the label of each module's section; other files there are
+    removed."""
     folder, modules, chapters = root / FOLDER, read_package(root), chapter_of_modules(root)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {"index.md": index_page(modules), ".gitignore": "*\n"}
-    wanted |= {f"{module.name}.md": module_page(module, chapters) for module in modules}
+    shelved = shelves(root, modules)
+    wanted = {"index.md": index_page(shelved), ".gitignore": "*\n"}
+    wanted |= {
+        f"part_{slug(caption)}.md": shelf_page(caption, row, chapters) for caption, row in shelved.items()
+    }
     for path in folder.iterdir():
         if path.name not in wanted:
             path.unlink()
@@ -261,4 +362,4 @@ def write_pages(root: Path) -> dict[str, str]:
         path = folder / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-    return {module.name: module.page for module in modules}
+    return {module.name: target(module.name) for module in modules}

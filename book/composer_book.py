@@ -1,4 +1,5 @@
-"""Sphinx extension: the roadmap, the launch buttons, what search and screens read; no network. Never runs a notebook."""
+"""Sphinx extension: the roadmap, the launch buttons, what search and screens read; no network. Never runs a
+notebook."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ FONT_PRELOAD = re.compile(r'<link rel="preload" as="font"[^>]*>\s*')
 DESCRIPTION_LENGTH = 300
 
 
-# --- what a page is made from -----------------------------------------------------------------------------------
+# --- what a page is made from -------------------------------------------------------------------------------
+
 
 def on_source_read(app, docname: str, source: list[str]) -> None:
     def draw(markdown: str) -> str:
@@ -42,7 +44,9 @@ def on_source_read(app, docname: str, source: list[str]) -> None:
     module = module_of(notebook)
     notebook = prepare_notebook(notebook)
     if nameless := add_alt_texts(notebook):
-        logger.warning("%d cells show a figure that no heading or prose names: no alt text", nameless, location=docname)
+        logger.warning(
+            "%d cells show a figure that no heading or prose names: no alt text", nameless, location=docname
+        )
     add_api_link(app, notebook, module)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
@@ -54,10 +58,10 @@ def on_source_read(app, docname: str, source: list[str]) -> None:
 
 def add_api_link(app, notebook: dict, module: str | None) -> None:
     """Below the title of a chapter that exports a module: where its names are listed."""
-    page = app.config.composer_api_pages.get(f"{composer_api.PACKAGE}.{module}") if module else None
-    for cell in notebook["cells"] if page else []:
+    label = app.config.composer_api_labels.get(f"{composer_api.PACKAGE}.{module}") if module else None
+    for cell in notebook["cells"] if label else []:
         if cell["cell_type"] == "markdown":
-            link = f"[`{composer_api.PACKAGE}.{module}`](/{page}.md)"
+            link = f"[`{composer_api.PACKAGE}.{module}`](#{label})"
             cell["source"] = f"{''.join(cell['source'])}\n\nAPI of this chapter: {link}\n"
             return
 
@@ -69,16 +73,20 @@ def name_bare_images(app, doctree, docname: str) -> None:
             logger.warning("the image %s has no alt text", image.get("uri"), location=docname)
 
 
-# --- the roadmap ------------------------------------------------------------------------------------------------
+# --- the roadmap --------------------------------------------------------------------------------------------
+
 
 def roadmap_html(app, docname: str, lit: str = "") -> str:
-    """The parts of the book in reading order, in one line; the part with the page `lit` (default: this one) is lit."""
+    """The parts of the book in reading order, in one line; the part with the page `lit` (default: this one)
+    is lit."""
     parts = composer_parts.parts_of(app.env)
     here = docname
     if lit:
         here = composer_parts.page_called(parts, lit)
         if here is None:
-            known = ", ".join(sorted({composer_parts.page_label(page) for part in parts for page in part.pages}))
+            known = ", ".join(
+                sorted({composer_parts.page_label(page) for part in parts for page in part.pages})
+            )
             logger.warning("roadmap: no chapter is called %r; known: %s", lit, known, location=docname)
     items = []
     for part in parts:
@@ -87,8 +95,9 @@ def roadmap_html(app, docname: str, lit: str = "") -> str:
         name = f'<span class="rm-name">{escape(part.caption)}{at}</span>'
         target = part.pages[0]
         if target != docname:
-            name = f'<a href="{app.builder.get_relative_uri(docname, target)}" title="{escape(part.caption)}">{name}</a>'
-        items.append(f'<li{" class=lit aria-current=true" if inside else ""}>{name}</li>')
+            href = app.builder.get_relative_uri(docname, target)
+            name = f'<a href="{href}" title="{escape(part.caption)}">{name}</a>'
+        items.append(f"<li{' class=lit aria-current=true' if inside else ''}>{name}</li>")
     return f'<nav class="roadmap" aria-label="Parts of the book"><ol>{"".join(items)}</ol></nav>'
 
 
@@ -98,10 +107,12 @@ def draw_roadmap(app, pagename, templatename, context, doctree) -> None:
         context["body"] = SLOT.sub(lambda m: roadmap_html(app, pagename, m["lit"]), context["body"])
 
 
-# --- the page's head and buttons ----------------------------------------------------------------------------------
+# --- the page's head and buttons ----------------------------------------------------------------------------
+
 
 def add_description(app, pagename, templatename, context, doctree) -> None:
-    """The `>` line below the title, or else the first paragraph, as what a search engine or a preview quotes."""
+    """The `>` line below the title, or else the first paragraph, as what a search engine or a preview
+    quotes."""
     if doctree is None:
         return
     quotes, paragraphs = doctree.findall(nodes.block_quote), doctree.findall(nodes.paragraph)
@@ -109,7 +120,9 @@ def add_description(app, pagename, templatename, context, doctree) -> None:
     if said is not None:
         text = " ".join(said.astext().split())
         text = text if len(text) <= DESCRIPTION_LENGTH else text[:DESCRIPTION_LENGTH].rsplit(" ", 1)[0] + " …"
-        context["metatags"] = context.get("metatags", "") + f'\n<meta name="description" content="{escape(text)}">'
+        context["metatags"] = (
+            context.get("metatags", "") + f'\n<meta name="description" content="{escape(text)}">'
+        )
 
 
 def add_kaggle_button(app, pagename, templatename, context, doctree) -> None:
@@ -118,21 +131,29 @@ def add_kaggle_button(app, pagename, templatename, context, doctree) -> None:
         for button in group.get("buttons", []) if group.get("label") == "launch-buttons" else []:
             if button["text"] == "Colab":
                 page = button["url"].split("/github/", 1)[1]
-                kaggle = {"type": "link", "text": "Kaggle", "tooltip": "Launch on Kaggle",
-                          "icon": "fab fa-kaggle",
-                          "url": f"https://kaggle.com/kernels/welcome?src=https://github.com/{page}"}
+                kaggle = {
+                    "type": "link",
+                    "text": "Kaggle",
+                    "tooltip": "Launch on Kaggle",
+                    "icon": "fab fa-kaggle",
+                    "url": f"https://kaggle.com/kernels/welcome?src=https://github.com/{page}",
+                }
                 group["buttons"].append(kaggle)
                 return
 
 
 def drop_thebe(app, pagename, templatename, context, doctree) -> None:
     """Live code is off, and its script declares a constant twice: a console error on every page."""
-    context["script_files"][:] = [script for script in context["script_files"]
-                                  if "thebe" not in f"{script.filename} {script.attributes.get('body')}".lower()]
+    context["script_files"][:] = [
+        script
+        for script in context["script_files"]
+        if "thebe" not in f"{script.filename} {script.attributes.get('body')}".lower()
+    ]
 
 
 def drop_font_preloads(app, exception) -> None:
-    """Browsers refuse to preload a font between local files; the stylesheet loads the same font without that."""
+    """Browsers refuse to preload a font between local files; the stylesheet loads the same font without
+    that."""
     if exception is None and app.builder.format == "html":
         for page in Path(app.outdir).rglob("*.html"):
             text = page.read_text()
@@ -140,16 +161,23 @@ def drop_font_preloads(app, exception) -> None:
                 page.write_text(FONT_PRELOAD.sub("", text))
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------------------
+
 
 def configure(app, config) -> None:
     config.html_static_path.append(str(HERE / "static"))
     config.html_favicon = str(HERE / "static" / "favicon.svg")
     config.html_search_scorer = str(HERE / "scorer.js")
     config.html_context.setdefault("default_mode", "auto")  # without it each first visit logs an error
-    config.html_theme_options |= {"show_toc_level": 2, "show_navbar_depth": 1,
-                                  "pygments_dark_style": "github-dark"}
-    config.nitpick_ignore_regex = [*config.nitpick_ignore_regex, ("py:.*", ".*")]  # torch's names live elsewhere
+    config.html_theme_options |= {
+        "show_toc_level": 2,
+        "show_navbar_depth": 1,
+        "pygments_dark_style": "github-dark",
+    }
+    config.nitpick_ignore_regex = [
+        *config.nitpick_ignore_regex,
+        ("py:.*", ".*"),
+    ]  # torch's names live elsewhere
     config.python_maximum_signature_line_length = 88
     config.add_module_names = False
 
@@ -164,8 +192,10 @@ def copy_mathjax(app, exception) -> None:
 
 
 def setup(app) -> dict:
-    pages = composer_api.write_pages(Path(app.srcdir))  # before the table of contents is read, which lists them
-    app.add_config_value("composer_api_pages", pages, "env")
+    labels = composer_api.write_pages(
+        Path(app.srcdir)
+    )  # before the table of contents is read, which lists them
+    app.add_config_value("composer_api_labels", labels, "env")
     app.connect("config-inited", configure)
     app.connect("source-read", on_source_read)
     app.connect("doctree-resolved", name_bare_images)

@@ -14,12 +14,30 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 logger = logging.getLogger(__name__)
 HELD_BACK = re.compile(r"^#\|\s*(gpu|slow|eval:\s*false)\b", re.MULTILINE)
-CHAPTER_COLUMNS = ["chapter", "code cells", "with output", "held back", "state", "executed", "Python", "last change"]
+CHAPTER_COLUMNS = [
+    "chapter",
+    "code cells",
+    "with output",
+    "held back",
+    "state",
+    "executed",
+    "Python",
+    "last change",
+]
 RUN_COLUMNS = ["spike", "run", "commit", "hardware", "started", "seconds", "verdict"]
 HOUSE = "book/house.json"
-AIM_ZERO = ["modules_over_400", "exported_cells_over_40", "classes_over_120", "public_functions_over_9_parameters",
-            "hidden_uses", "next_disagreements", "imports_before_their_chapter", "pages_without_picture_or_table",
-            "runs_unknown_commit", "lines_over_110_share"]
+AIM_ZERO = [
+    "modules_over_400",
+    "exported_cells_over_40",
+    "classes_over_120",
+    "public_functions_over_9_parameters",
+    "hidden_uses",
+    "next_disagreements",
+    "imports_before_their_chapter",
+    "pages_without_picture_or_table",
+    "runs_unknown_commit",
+    "lines_over_110_share",
+]
 AIM_ALL = {"lone_chapters_run": "lone_chapters", "runs_clean": "runs"}
 
 
@@ -34,7 +52,8 @@ def look_up(metrics: dict, key: str):
 
 
 class Metric(SphinxRole):
-    """{metric}`006_real_model_cpu/runs/cold-cpu:heldout_after:.3f` → the number in that run's metrics.json."""
+    """{metric}`006_real_model_cpu/runs/cold-cpu:heldout_after:.3f` → the number in that run's
+    metrics.json."""
 
     def run(self):
         run, _, rest = self.text.partition(":")
@@ -61,16 +80,25 @@ def chapter_row(link: str, path: Path) -> str:
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     ran = [cell for cell in cells if cell["outputs"] or cell.get("execution_count")]
     held = sum(bool(HELD_BACK.search("".join(cell["source"]))) for cell in cells)
-    failed = [cell for cell in cells if "raises-exception" not in cell["metadata"].get("tags", [])
-              and any(out["output_type"] == "error" for out in cell["outputs"])]
+    failed = [
+        cell
+        for cell in cells
+        if "raises-exception" not in cell["metadata"].get("tags", [])
+        and any(out["output_type"] == "error" for out in cell["outputs"])
+    ]
     state = "failed" if failed else "ran" if ran else "not run"
     python = notebook["metadata"].get("language_info", {}).get("version", "–")
     when = notebook["metadata"].get("papermill", {}).get("end_time")
-    return f"| {link} | {len(cells)} | {len(ran)} | {held} | {state} | {moment(when)} | {python} | {last_commit(path)} |"
+    row = [link, len(cells), len(ran), held, state, moment(when), python, last_commit(path)]
+    return f"| {' | '.join(map(str, row))} |"
 
 
 def run_row(link: str, run: Run) -> str:
-    values = [run.short_commit, *(run.card.get(name) for name in ("hardware", "started", "wall_s")), run.verdict]
+    values = [
+        run.short_commit,
+        *(run.card.get(name) for name in ("hardware", "started", "wall_s")),
+        run.verdict,
+    ]
     return f"| {run.spike} | {link} | " + " | ".join(map(show, values)) + " |"
 
 
@@ -78,13 +106,21 @@ def house_table(root: Path) -> str:
     """The figures of `book/house.json` beside their aims; those without an aim below."""
     path = root / HOUSE
     if not path.exists():
-        return f"Not measured yet: there is no `{HOUSE}`; `python scripts/measure_house.py --write` writes it."
+        return (
+            f"Not measured yet: there is no `{HOUSE}`; `python scripts/measure_house.py --write` writes it."
+        )
     figures = json.loads(path.read_text())
     aims = {name: 0 for name in AIM_ZERO} | {name: figures.get(whole) for name, whole in AIM_ALL.items()}
-    rows = [f"| {name} | {show(figures[name])} | {show(aim)} | {'yes' if figures[name] == aim else 'no'} |"
-            for name, aim in aims.items() if name in figures]
-    rest = [f"| {name} | {show(value)} | – | – |" for name, value in figures.items()
-            if name not in aims and name not in AIM_ALL.values()]
+    rows = [
+        f"| {name} | {show(figures[name])} | {show(aim)} | {'yes' if figures[name] == aim else 'no'} |"
+        for name, aim in aims.items()
+        if name in figures
+    ]
+    rest = [
+        f"| {name} | {show(value)} | – | – |"
+        for name, value in figures.items()
+        if name not in aims and name not in AIM_ALL.values()
+    ]
     return table(["figure", "measured", "aim", "reached"], [*rows, *rest])
 
 
@@ -93,21 +129,38 @@ def table(columns: list[str], rows: list[str]) -> str:
 
 
 class BookStatus(SphinxDirective):
-    """```{book-status}```: one row per chapter and per run, from the notebooks and metrics.json themselves."""
+    """```{book-status}```: one row per chapter and per run, from the notebooks and metrics.json
+    themselves."""
 
     def run(self):
         self.env.note_reread()
         root, pages = Path(self.env.srcdir), sorted(self.env.found_docs)
         notebooks = [page for page in pages if self.env.doc2path(page).endswith(".ipynb")]
-        chapters = [chapter_row(f"[](/{page}.ipynb)", root / f"{page}.ipynb")
-                    for page in notebooks if page.startswith("nbs/")]
+        chapters = [
+            chapter_row(f"[](/{page}.ipynb)", root / f"{page}.ipynb")
+            for page in notebooks
+            if page.startswith("nbs/")
+        ]
         shown = {run.page: run for run in runs_of(root) if run.page in pages}
         runs = [run_row(f"[{run.name}](/{page}.ipynb)", run) for page, run in shown.items()]
-        runs += [f"| {match['spike']} | [{match['run']}](/{page}.ipynb) | no `metrics.json` | | | | |"
-                 for page in notebooks if (match := RUN_PAGE.match(page)) and page not in shown]
-        text = ["## Chapters", "", table(CHAPTER_COLUMNS, chapters), "", "## Runs of spikes", "",
-                table(RUN_COLUMNS, runs or ["| – | none published yet | | | | | |"]), "",
-                "## How the house is built", "", house_table(root)]
+        runs += [
+            f"| {match['spike']} | [{match['run']}](/{page}.ipynb) | no `metrics.json` | | | | |"
+            for page in notebooks
+            if (match := RUN_PAGE.match(page)) and page not in shown
+        ]
+        text = [
+            "## Chapters",
+            "",
+            table(CHAPTER_COLUMNS, chapters),
+            "",
+            "## Runs of spikes",
+            "",
+            table(RUN_COLUMNS, runs or ["| – | none published yet | | | | | |"]),
+            "",
+            "## How the house is built",
+            "",
+            house_table(root),
+        ]
         return self.parse_text_to_nodes("\n".join(text), allow_section_headings=True)
 
 

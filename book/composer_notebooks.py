@@ -14,7 +14,9 @@ HELD_BACK = {"eval", "gpu", "slow"}
 TAGS = {"hide_input": "remove-input", "hide_output": "remove-output"}
 WIDGET = "application/vnd.jupyter.widget-view+json"
 IMAGES = ("image/png", "image/svg+xml", "image/jpeg")
-AXIS_TEXT = re.compile(r"""\b(?:set_)?(title|xlabel|ylabel)(?:=|\()\s*f?(?P<quote>["'])(?P<text>.+?)(?P=quote)""")
+AXIS_TEXT = re.compile(
+    r"""\b(?:set_)?(title|xlabel|ylabel)(?:=|\()\s*f?(?P<quote>["'])(?P<text>.+?)(?P=quote)"""
+)
 NOT_PROSE = re.compile(r"^(?:```|:::|<|\||>|\$|!|\[Open in|\d+\.|[-*]\s|\*[^*].*·)")
 MODULE = re.compile(r"^#\s*\|\s*default_exp\s+(\S+)", re.MULTILINE)
 ALT_LENGTH = 220
@@ -75,16 +77,20 @@ def prepare_notebook(notebook: dict) -> dict:
 
 
 def dollar_maths(markdown: str) -> str:
-    r"""`\(x\)` and `\[x\]`, which MyST would unescape to plain brackets, as `$x$` and `$$x$$`; code is left alone."""
+    r"""`\(x\)` and `\[x\]`, which MyST would unescape to plain brackets, as `$x$` and `$$x$$`; code is left
+    alone."""
+
     def swap(match):
         if match["code"]:
             return match["code"]
         return f"${match['inline'].strip()}$" if match["inline"] else f"$${match['display']}$$"
+
     return TEX.sub(swap, markdown)
 
 
 def plain(markdown: str) -> str:
-    """Markdown of one line as text: links by their words, no emphasis, no code marks, no formulas' dollars."""
+    """Markdown of one line as text: links by their words, no emphasis, no code marks, no formulas'
+    dollars."""
     text = re.sub(r"\{[\w:-]+\}`([^`]*)`", r"\1", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown))
     return re.sub(r"\s+", " ", re.sub(r"\*\*|[*`$\\]", "", text)).strip()
 
@@ -108,10 +114,12 @@ def has_image(cell: dict) -> bool:
 
 def said_before(source: str, heading: str, prose: str) -> tuple[str, str]:
     """The last heading up to here, and the first sentence of the last paragraph below it."""
-    for block in re.split(r"\n\s*\n", re.sub(r"^(```|:::).*?^\1", "", source, flags=re.DOTALL | re.MULTILINE)):
+    for block in re.split(
+        r"\n\s*\n", re.sub(r"^(```|:::).*?^\1", "", source, flags=re.DOTALL | re.MULTILINE)
+    ):
         block = block.strip()
         if match := re.match(r"#{1,6}\s+(.+)", block):
-            heading, prose, block = plain(match[1]), "", block[match.end():].strip()
+            heading, prose, block = plain(match[1]), "", block[match.end() :].strip()
         if block and not NOT_PROSE.match(block):
             prose = re.split(r"(?<=[.:;?!])\s", plain(block), maxsplit=1)[0].rstrip(":;")
     return heading, prose
@@ -119,7 +127,10 @@ def said_before(source: str, heading: str, prose: str) -> tuple[str, str]:
 
 def image_text(source: str, heading: str, prose: str) -> str:
     """What a figure shows, in words: its heading, then the texts on its axes, else the sentence before it."""
-    said = {kind: [m["text"] for m in AXIS_TEXT.finditer(source) if m[1] == kind] for kind in ("title", "xlabel", "ylabel")}
+    said = {
+        kind: [m["text"] for m in AXIS_TEXT.finditer(source) if m[1] == kind]
+        for kind in ("title", "xlabel", "ylabel")
+    }
     axes = [f"{y} against {x}" for y, x in zip(said["ylabel"], said["xlabel"], strict=False)]
     words = [re.sub(r"\{.*?\}", "…", plain(text)) for text in dict.fromkeys([*said["title"], *axes])]
     text = ": ".join(part for part in (heading, "; ".join(words) or prose) if part)
@@ -135,5 +146,7 @@ def add_alt_texts(notebook: dict) -> int:
             heading, prose = said_before("".join(cell["source"]), heading, prose)
         elif has_image(cell):
             image = cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})
-            nameless += not image.setdefault("alt", image_text("".join(cell["source"]), heading, prose or title))
+            nameless += not image.setdefault(
+                "alt", image_text("".join(cell["source"]), heading, prose or title)
+            )
     return nameless

@@ -49,7 +49,10 @@ def parts_of(env) -> list[Part]:
     def below(page: str) -> list[str]:
         document = site_map.get(page)
         subtrees = document.subtrees if document else []
-        return [page, *(q for tree in subtrees for item in tree.items for p in spelled(str(item)) for q in below(p))]
+        return [
+            page,
+            *(q for tree in subtrees for item in tree.items for p in spelled(str(item)) for q in below(p)),
+        ]
 
     parts = []
     for tree in site_map.root.subtrees:
@@ -85,12 +88,16 @@ class PartChapters(SphinxDirective):
         root, here = Path(self.env.srcdir), self.env.docname
         part = next((part for part in parts_of(self.env) if here in part.pages), None)
         if part is None or not part.chapters:
-            logger.warning("part-chapters: this page opens no part with chapters", location=self.get_location())
+            logger.warning(
+                "part-chapters: this page opens no part with chapters", location=self.get_location()
+            )
             return []
         suffixes = {page: Path(self.env.doc2path(page)).suffix for page in part.chapters}
         rows = [(page, *title_and_subtitle(root, page)) for page in part.chapters]
-        text = "\n".join(f"1. [{title}](/{page}{suffixes[page]})" + (f"  \n   {said}" if said else "")
-                         for page, title, said in rows)
+        text = "\n".join(
+            f"1. [{title}](/{page}{suffixes[page]})" + (f"\n\n   {said}\n" if said else "")
+            for page, title, said in rows
+        )
         box = nodes.container(classes=["part-chapters"])
         box += self.parse_text_to_nodes(text)
         return [box]
@@ -107,26 +114,41 @@ class BookParts(SphinxDirective):
             said = title_and_subtitle(root, page)[1] if page.startswith("book/parts/") else ""
             link = f"[{part.caption}](/{page}{Path(self.env.doc2path(page)).suffix})"
             rows.append(f"| {link} | {said} | {len(part.chapters)} |")
-        return self.parse_text_to_nodes("\n".join(["| part | what it is about | chapters |", "|---|---|---|", *rows]))
+        return self.parse_text_to_nodes(
+            "\n".join(["| part | what it is about | chapters |", "|---|---|---|", *rows])
+        )
 
 
 class Chapter(SphinxRole):
-    """{chapter}`distillation.divergence` → a link to the chapter that exports this module, or this package first."""
+    """{chapter}`distillation.divergence` → a link to the chapter that exports this module, or this package
+    first."""
 
     def run(self):
         chapters = chapter_of_modules(Path(self.env.srcdir))
         name = f"{PACKAGE}.{self.text}"
-        inside = [module for module in chapters if module == name or module.startswith(f"{name}.")
-                  or module.endswith(f".{self.text}")]
+        inside = [
+            module
+            for module in chapters
+            if module == name or module.startswith(f"{name}.") or module.endswith(f".{self.text}")
+        ]
         order = [page for part in parts_of(self.env) for page in part.pages]
-        pages = sorted((chapters[module] for module in inside if chapters[module][0] in order),
-                       key=lambda chapter: order.index(chapter[0]))
+        pages = sorted(
+            (chapters[module] for module in inside if chapters[module][0] in order),
+            key=lambda chapter: order.index(chapter[0]),
+        )
         if not pages:
             logger.warning("no chapter exports %s", self.text, location=self.get_location())
             return [nodes.literal(self.rawtext, self.text)], []
         page, title = pages[0]
-        link = addnodes.pending_xref(self.rawtext, refdomain="std", reftype="doc", reftarget=f"/{page}",
-                                     refexplicit=True, refwarn=True, refdoc=self.env.docname)
+        link = addnodes.pending_xref(
+            self.rawtext,
+            refdomain="std",
+            reftype="doc",
+            reftarget=f"/{page}",
+            refexplicit=True,
+            refwarn=True,
+            refdoc=self.env.docname,
+        )
         link += nodes.inline("", title)
         return [link], []
 

@@ -1,4 +1,5 @@
-"""The committed runs of spikes: their facts, the page of a spike and of a run, the table and the plot of page one."""
+"""The committed runs of spikes: their facts, the page of a spike and of a run, the table and the plot of
+page one."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def show(value) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder `spikes/<spike>/runs/<name>` with what its metrics.json says; `facts` is empty if there is none."""
+    """A folder `spikes/<spike>/runs/<name>` with what its metrics.json says; `facts` is empty if there is
+    none."""
 
     folder: Path
     facts: dict
@@ -77,7 +79,7 @@ class Run:
     def verdict(self) -> str:
         """The verdict that the rule gave, and what is left of it if that is less."""
         computed = show(self.facts.get("verdict"))
-        return f"{self.standing['standing']} (the rule gave {computed})" if self.standing else computed
+        return f"{self.standing['standing']} (was {computed})" if self.standing else computed
 
     @property
     def superseded(self) -> list[str]:
@@ -118,9 +120,17 @@ def standings(root: Path) -> dict[tuple[str, str], dict]:
 def runs_of(root: Path, spike: str = "*") -> list[Run]:
     """All committed runs, of one spike or of all, oldest first within a spike."""
     left = standings(root)
-    folders = [path.parent for path in root.glob(f"spikes/{spike}/runs/*/metrics.json") if path.parent.name[0] != "_"]
-    runs = [Run(folder, json.loads((folder / "metrics.json").read_text()),
-                left.get((folder.parent.parent.name, folder.name), {})) for folder in folders]
+    folders = [
+        path.parent for path in root.glob(f"spikes/{spike}/runs/*/metrics.json") if path.parent.name[0] != "_"
+    ]
+    runs = [
+        Run(
+            folder,
+            json.loads((folder / "metrics.json").read_text()),
+            left.get((folder.parent.parent.name, folder.name), {}),
+        )
+        for folder in folders
+    ]
     return sorted(runs, key=lambda run: (run.spike, str(run.facts.get("started")), run.name))
 
 
@@ -141,14 +151,17 @@ def spikes(root: Path) -> list[str]:
     return sorted(path.parent.name for path in root.glob("spikes/*/spike.ipynb"))
 
 
-# --- pages of spikes and runs -----------------------------------------------------------------------------------
+# --- pages of spikes and runs -------------------------------------------------------------------------------
+
 
 def standing_box(run: Run) -> str:
     if not run.standing:
         return ""
     entry = run.standing
-    return (f"\n:::{{admonition}} This verdict is {entry['standing']} (since {entry['since']})\n"
-            f":class: warning\n\n{entry['why'].strip()}\n:::\n")
+    return (
+        f"\n:::{{admonition}} This verdict is {entry['standing']} (since {entry['since']})\n"
+        f":class: warning\n\n{entry['why'].strip()}\n:::\n"
+    )
 
 
 def figures_html(run: Run, named: list[str]) -> str:
@@ -157,19 +170,26 @@ def figures_html(run: Run, named: list[str]) -> str:
     order = sorted(figures, key=lambda name: named.index(name) if name in named else len(named))
     items = [f"<div><dt>{escape(name)}</dt><dd>{escape(show(figures[name]))}</dd></div>" for name in order]
     first, rest = items[:SHOWN_FIGURES], items[SHOWN_FIGURES:]
-    more = f"<details><summary>{len(rest)} more figures</summary><dl class=\"figures\">{''.join(rest)}</dl></details>"
+    folded = f'<dl class="figures">{"".join(rest)}</dl>'
+    more = f"<details><summary>{len(rest)} more figures</summary>{folded}</details>"
     return f'<dl class="figures">{"".join(first)}</dl>{more if rest else ""}' if items else ""
 
 
 def runs_table(runs: list[Run], base: Path) -> str:
-    rows = [f"| [{run.name}]({os.path.relpath(run.folder, base)}/spike.ipynb) | {run.verdict} | "
-            f"{show(run.facts.get('seeds'))} | {moment(run.facts.get('started'))} | {run.short_commit} | "
-            f"{show(run.facts.get('hardware'))} |" for run in reversed(runs)]
-    return "\n".join(["| run | verdict | seeds | started | commit | hardware |", "|---|---|---|---|---|---|", *rows])
+    rows = [
+        f"| [{run.name}]({os.path.relpath(run.folder, base)}/spike.ipynb) | {run.verdict} | "
+        f"{show(run.facts.get('seeds'))} | {moment(run.facts.get('started'))} | {run.short_commit} | "
+        f"{show(run.facts.get('hardware'))} |"
+        for run in reversed(runs)
+    ]
+    return "\n".join(
+        ["| run | verdict | seeds | started | commit | hardware |", "|---|---|---|---|---|---|", *rows]
+    )
 
 
 def spike_opening(root: Path, spike: str, rule: str) -> str:
-    """What a spike's page shows below its title: the newest run's verdict, figures and plot; a link to every run."""
+    """What a spike's page shows below its title: the newest run's verdict, figures and plot; a link to
+    every run."""
     runs, base = runs_of(root, spike), root / "spikes" / spike
     run = newest(runs)
     if run is None:
@@ -178,16 +198,37 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
     plots = "\n\n".join(f"![{plain(run.plot_text)}]({os.path.relpath(plot, base)})" for plot in run.plots[:1])
     explorer = ""
     if (root / "book/explorer.md").exists():
-        explorer = f'\n\n<p><a href="../../book/explorer.html?spike={spike}">Compare its runs in the explorer</a></p>'
-    return "\n".join([
-        "", "", "::::{container} run-opening", f"**Newest run: [{run.name}]({link}), verdict: {run.verdict}** "
-        f"· started {moment(run.facts.get('started'))} · {show(run.facts.get('hardware'))} · commit {run.short_commit}",
-        standing_box(run), figures_html(run, re.findall(r"`(\w+)`", rule)), "", plots, "",
-        f"**{'All its runs' if len(runs) > 1 else 'Its only run'}**", "", runs_table(runs, base), explorer, "::::", "", ""])
+        address = f"../../book/explorer.html?spike={spike}"
+        explorer = f'\n\n<p><a href="{address}">Compare its runs in the explorer</a></p>'
+    return "\n".join(
+        [
+            "",
+            "",
+            '<nav class="roadmap" data-lit=""></nav>',
+            "",
+            "::::{container} run-opening",
+            f"**Newest run: [{run.name}]({link}), verdict: {run.verdict}** "
+            f"· started {moment(run.facts.get('started'))} · {show(run.facts.get('hardware'))} · commit "
+            f"{run.short_commit}",
+            standing_box(run),
+            figures_html(run, re.findall(r"`(\w+)`", rule)),
+            "",
+            plots,
+            "",
+            f"**{'All its runs' if len(runs) > 1 else 'Its only run'}**",
+            "",
+            runs_table(runs, base),
+            explorer,
+            "::::",
+            "",
+            "",
+        ]
+    )
 
 
 def add_spike_opening(app, docname: str, notebook: dict) -> None:
-    """On a spike's own page (which is never executed in place): what its runs say, right below the question."""
+    """On a spike's own page (which is never executed in place): what its runs say, right below the
+    question."""
     match = SPIKE_PAGE.match(docname)
     if not match:
         return
@@ -209,7 +250,8 @@ def card_rows(run: Run) -> str:
 
 
 def add_run_card(app, docname: str, notebook: dict) -> None:
-    """On a run's page: run and question as title, then where its numbers are from and what stands of its verdict."""
+    """On a run's page: run and question as title, then where its numbers are from and what stands of its
+    verdict."""
     match = RUN_PAGE.match(docname)
     if not match:
         return
@@ -222,16 +264,20 @@ def add_run_card(app, docname: str, notebook: dict) -> None:
         gone = f"\n| superseded by | {', '.join(others)} |" if others else ""
         card = f"\n{standing_box(run)}\n| this run | |\n|---|---|\n{card_rows(run)}{gone}\n\n"
     for cell in notebook["cells"]:
-        if cell["cell_type"] == "markdown" and (found := re.search(r"^# (.+)$", cell["source"], re.MULTILINE)):
+        if cell["cell_type"] == "markdown" and (
+            found := re.search(r"^# (.+)$", cell["source"], re.MULTILINE)
+        ):
             title = f"# Run {match['run']}: {found[1]}"
-            cell["source"] = cell["source"][:found.start()] + title + card + cell["source"][found.end():]
+            cell["source"] = cell["source"][: found.start()] + title + card + cell["source"][found.end() :]
             return
 
 
-# --- page one ---------------------------------------------------------------------------------------------------
+# --- page one -----------------------------------------------------------------------------------------------
+
 
 class NewestVerdicts(SphinxDirective):
-    """```{newest-verdicts}```: one row per spike: its question, its newest run, what the rule gave and what stands."""
+    """```{newest-verdicts}```: one row per spike: its question, its newest run, what the rule gave and what
+    stands."""
 
     def run(self):
         self.env.note_reread()
@@ -241,9 +287,12 @@ class NewestVerdicts(SphinxDirective):
             run = newest(runs)
             link = f"[{question(root, spike)}](/spikes/{spike}/spike.ipynb)"
             last = f"[{run.name}](/{run.page}.ipynb), {moment(run.facts.get('started'))[:10]}" if run else "–"
-            rows.append(f"| {link} | {run.verdict if run else 'not run'} | {last} | {len(runs)} |")
-        text = ["| question | verdict of the newest run | run | runs |", "|---|---|---|---|", *rows]
-        return self.parse_text_to_nodes("\n".join(text))
+            rows.append(f"| {link} | {run.verdict if run else 'not run'} | {last} |")
+        box = nodes.container(classes=["verdicts"])
+        box += self.parse_text_to_nodes(
+            "\n".join(["| question | newest verdict | run |", "|---|---|---|", *rows])
+        )
+        return [box]
 
 
 class FigurePlot(SphinxDirective):
@@ -256,17 +305,25 @@ class FigurePlot(SphinxDirective):
 
     def run(self):
         self.env.note_reread()
-        spike, _, title = self.arguments[0].partition(" ")
+        spike, title = self.arguments[0], " ".join(self.arguments[1:])
         labels = dict(re.split(r":\s*", line, maxsplit=1) for line in self.content if line.strip())
-        runs = [run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts["figures"].keys()]
+        runs = [
+            run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts["figures"].keys()
+        ]
         if not runs:
-            logger.warning("figure-plot: no run of %s has any of %s", spike, ", ".join(labels), location=self.get_location())
+            logger.warning(
+                "figure-plot: no run of %s has any of %s",
+                spike,
+                ", ".join(labels),
+                location=self.get_location(),
+            )
             return []
-        return [nodes.raw("", dot_plot(runs, labels, title.strip()), format="html")]
+        return [nodes.raw("", dot_plot(runs, labels, title), format="html")]
 
 
 def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:
-    """One row per run, one dot per figure on a common scale from 0; values stand in the description and beside dots."""
+    """One row per run, one dot per figure on a common scale from 0; values stand in the description and
+    beside dots."""
     row, left, width = 40, 12, 480
     values = [run.facts["figures"][name] for run in runs for name in labels if name in run.facts["figures"]]
     top = max(values) * 1.12 or 1.0
@@ -280,21 +337,37 @@ def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:
     for number, run in enumerate(runs):
         y = 62 + row * number
         figures = {name: run.facts["figures"][name] for name in labels if name in run.facts["figures"]}
-        marks.append(f'<text class="name" x="{left}" y="{y - 12}">{escape(run.name)}</text>'
-                     f'<line class="axis" x1="{left}" x2="{width - left}" y1="{y}" y2="{y}"/>')
-        marks += [f'<circle class="s{at[name]}" cx="{x(v):.1f}" cy="{y}" r="6"><title>{escape(labels[name])}: {v:.3f}'
-                  f'</title></circle>' for name, v in figures.items()]
+        marks.append(
+            f'<text class="name" x="{left}" y="{y - 12}">{escape(run.name)}</text>'
+            f'<line class="axis" x1="{left}" x2="{width - left}" y1="{y}" y2="{y}"/>'
+        )
+        marks += [
+            f'<circle class="s{at[name]}" cx="{x(v):.1f}" cy="{y}" r="6"><title>{escape(labels[name])}: '
+            f"{v:.3f}"
+            f"</title></circle>"
+            for name, v in figures.items()
+        ]
         told.append(f"{run.name}: " + ", ".join(f"{labels[name]} {v:.3f}" for name, v in figures.items()))
     keys, place = [], left + 6
     for name, label in labels.items():
-        keys.append(f'<circle class="s{at[name]}" cx="{place}" cy="16" r="6"/><text x="{place + 11}" y="21">{escape(label)}</text>')
+        keys.append(
+            f'<circle class="s{at[name]}" cx="{place}" cy="16" r="6"/><text x="{place + 11}" '
+            f'y="21">{escape(label)}</text>'
+        )
         place += 30 + 7.4 * len(label)
-    ticks = [f'<text class="tick" x="{x(v):.1f}" y="{height - 6}">{v:.1f}</text>'
-             f'<line class="grid" x1="{x(v):.1f}" x2="{x(v):.1f}" y1="34" y2="{height - 22}"/>'
-             for v in (tenth / 10 for tenth in range(int(top * 10) + 1)) if round(v * 10) % (2 if top > .45 else 1) == 0]
-    return (f'<figure class="dot-plot"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
-            f'<title>{escape(title)}</title><desc>{escape("; ".join(told))}</desc>{"".join([*ticks, *keys, *marks])}</svg>'
-            f'<figcaption>{escape(title)}</figcaption></figure>')
+    ticks = [
+        f'<text class="tick" x="{x(v):.1f}" y="{height - 6}">{v:.1f}</text>'
+        f'<line class="grid" x1="{x(v):.1f}" x2="{x(v):.1f}" y1="34" y2="{height - 22}"/>'
+        for v in (tenth / 10 for tenth in range(int(top * 10) + 1))
+        if round(v * 10) % (2 if top > 0.45 else 1) == 0
+    ]
+    return (
+        f'<figure class="dot-plot"><svg viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title><desc>{escape('; '.join(told))}</desc>"
+        f"{''.join([*ticks, *keys, *marks])}</svg>"
+        f"<figcaption>{escape(title)}</figcaption></figure>"
+    )
 
 
 def setup(app) -> None:

@@ -118,8 +118,9 @@
       numbers(figure, panel);
     }
     const lines = panels.reduce((sum, panel) => sum + panel.lines.length, 0);
+    const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
     root.querySelector(".ex-count").textContent = lines
-      ? `${lines} series of ${new Set(panels.map(panel => panel.run.spike)).size} spikes in ${panels.length} plots`
+      ? `${lines} series of ${count(new Set(panels.map(panel => panel.run.spike)).size, "spike")} in ${count(panels.length, "plot")}`
       : "No series fits this choice; “show all” starts again.";
   }
 

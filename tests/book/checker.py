@@ -18,9 +18,19 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,1000",
-         "--host-resolver-rules=MAP * ~NOTFOUND"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]
 
 READY = """
 const images = [...document.images];
@@ -42,9 +52,13 @@ return {
   code: [...article.querySelectorAll("pre, code")].map(node => node.textContent),
   links: [...document.querySelectorAll("a[href]")].map(link => link.href),
   images: [...document.images].map(image => ({
-    src: image.src, width: image.naturalWidth, inArticle: article.contains(image)})),
+    src: image.src, width: image.naturalWidth, inArticle: article.contains(image), alt: image.alt.trim()})),
+  drawings: [...article.querySelectorAll("svg[role=img]:not([aria-hidden=true])")]
+    .filter(node => !node.closest("mjx-container"))
+    .map(node => [node.getAttribute("aria-label"), node.querySelector("title")?.textContent].join("").trim()),
   formulas: maths.length,
-  unrendered: maths.filter(node => !node.querySelector("mjx-container")).map(node => node.textContent.slice(0, 80)),
+  unrendered: maths.filter(node => !node.querySelector("mjx-container"))
+    .map(node => node.textContent.slice(0, 80)),
   containers: document.querySelectorAll("mjx-container").length,
   errors: [...document.querySelectorAll("[data-mjx-error], mjx-merror, [data-mml-node=merror]")]
     .map(node => node.getAttribute("data-mjx-error") || node.textContent.slice(0, 80)),
@@ -59,6 +73,7 @@ RAW_MATHS = re.compile(
     r"\$|\\[(\[]|"
     r"\\(?:frac|sum|log|mathcal|mathbb|text|pi|theta|alpha|beta|left|begin|operatorname)(?![a-zA-Z])"
 )
+FILE_NAME = re.compile(r"|\S+\.(png|svg|jpe?g)")  # what Sphinx writes where nobody said anything
 LEAK = re.compile(r"^\s*#\s?\|\s?\w+", re.MULTILINE)
 CONTROL = re.compile(r".{,20}[\x00-\x08\x0b-\x1f].{,20}")  # `"\beta"` written from an ordinary Python string
 SOURCE_MATHS = re.compile(r"\$[^$\n]+\$|\$\$|\\\(|\\begin\{")
@@ -110,7 +125,11 @@ def one_colour(src: str) -> bool:
 
 
 def console_errors(browser: webdriver.Chrome) -> list[str]:
-    return [f"console: {entry['message'][:300]}" for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    return [
+        f"console: {entry['message'][:300]}"
+        for entry in browser.get_log("browser")
+        if entry["level"] == "SEVERE"
+    ]
 
 
 def check_page(browser: webdriver.Chrome, page: Path, *, source: str = "") -> list[str]:
@@ -124,13 +143,27 @@ def check_page(browser: webdriver.Chrome, page: Path, *, source: str = "") -> li
         problems.append("the page never finished loading (images or MathJax)")
     seen = browser.execute_script(INSPECT)
     problems += console_errors(browser)
-    problems += [f"raw maths in the text: {text.strip()[:80]!r}" for text in seen["prose"] if RAW_MATHS.search(text)]
-    problems += [f"leaked nbdev directive: {LEAK.search(text)[0].strip()!r}"
-                 for text in seen["prose"] + seen["code"] if LEAK.search(text)]
+    problems += [
+        f"raw maths in the text: {text.strip()[:80]!r}" for text in seen["prose"] if RAW_MATHS.search(text)
+    ]
+    problems += [
+        f"leaked nbdev directive: {LEAK.search(text)[0].strip()!r}"
+        for text in seen["prose"] + seen["code"]
+        if LEAK.search(text)
+    ]
     problems += sorted({reason for href in seen["links"] if (reason := broken_link(href))})
     problems += [f"image not shown: {image['src'][-80:]}" for image in seen["images"] if not image["width"]]
-    problems += [f"empty plot: {image['src'][-80:]}" for image in seen["images"]
-                 if image["width"] and image["inArticle"] and one_colour(image["src"])]
+    problems += [
+        f"empty plot: {image['src'][-80:]}"
+        for image in seen["images"]
+        if image["width"] and image["inArticle"] and one_colour(image["src"])
+    ]
+    problems += [
+        f"image without a text: {image['src'][-80:]}"
+        for image in seen["images"]
+        if image["inArticle"] and FILE_NAME.fullmatch(image["alt"])
+    ]
+    problems += ["drawing without a text" for text in seen["drawings"] if not text]
     problems += [f"formula not rendered: {text!r}" for text in seen["unrendered"]]
     problems += sorted({f"formula with an error: {text}" for text in seen["errors"]})
     problems += [f"control character in the source: {found!r}" for found in CONTROL.findall(source)]
