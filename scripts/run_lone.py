@@ -222,7 +222,9 @@ def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
             (i for i, c in enumerate(notebook.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), -1
         )
         words = ANSI.sub("", f"{error.ename}: {error.evalue}").strip().splitlines()
-        return f"cell {number}: {words[0] if words else error.ename}"
+        line = re.search(r"^-+> \d+ (.+)$", ANSI.sub("", str(error)), re.MULTILINE)
+        where = f" at `{line[1].strip()}`" if line and not error.evalue else ""
+        return f"cell {number}: {words[0] if words else error.ename}{where}"
     if isinstance(error, CellTimeoutError):
         return "a cell ran past its limit"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"
@@ -258,6 +260,10 @@ def run_page(
     except (CellExecutionError, CellTimeoutError, DeadKernelError, RuntimeError) as error:
         reason = reason_of(error, notebook)
         nbformat.write(notebook, folder / name)
+    finally:  # a manager that was handed in is nobody's to end but ours
+        if manager.has_kernel:
+            manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
     return Result(job.page, time.monotonic() - started, clock["launch"], reason)
 
 
