@@ -76,6 +76,10 @@ nbtest: $(DEV_STAMP) ## run every chapter
 	@compgen -G 'nbs/*/*.ipynb' >/dev/null || { echo "error: there are no chapters in nbs/" >&2; exit 1; }
 	@OMP_NUM_THREADS=1 MPLBACKEND=agg $(VENV)/bin/nbdev_test --n_workers 2 --do_print --timing
 
+.PHONY: lone
+lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, only its launch cell installs
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py
+
 .PHONY: book
 book: $(DEV_STAMP) ## build the book with warnings as errors
 	@$(VENV)/bin/jupyter-book build --all -W -n --keep-going .

@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -32,13 +31,17 @@ from measure_house import toc_order
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from composer_nb.wheelhouse import pack_book
+
 SPIKE, SMOKE = "spikes/006_real_model_cpu/spike", {"smoke": "True", "out": "'out'"}
 # Of what Colab and Kaggle preinstall: all that the package asks for and they have.
 PREINSTALLED = (
     "torch", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib", "peft", "ipykernel", "pip", "setuptools"
 )  # fmt: skip
 LEFT_OUT = re.compile(r"^#\s*\|\s*(slow|gpu|eval:\s*false)\b", re.MULTILINE)
-NEVER_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_WHEELHOUSE", "COMPOSER_NB_BOOK")
+NEVER_INHERITED = (
+    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_ARCHIVE", "COMPOSER_NB_WHEELHOUSE", "COMPOSER_NB_BOOK"
+)  # fmt: skip
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -76,19 +79,6 @@ def picked(root: Path, names: Sequence[str]) -> list[str]:
 
 def part_begins(page: str, name: str) -> bool:
     return any(part.startswith(name) for part in page.split("/")[1:])
-
-
-def pack(root: Path, target: Path) -> Path:
-    """The archive that a release would offer, from the working tree: what git tracks or would add."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=root, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    with tarfile.open(target, "w:gz", compresslevel=1) as archive:
-        for name in sorted(set(filter(None, listed.split("\0")))):
-            if (root / name).is_file():
-                archive.add(root / name, f"composer_nb-{version()}/{name}")
-    return target
 
 
 def prepare(page: str, root: Path) -> Job:
@@ -184,7 +174,6 @@ class Environments:
     folder: Path
     python: str
     base: Path
-    pins: Path | None = None
     made: dict[str, Path] = field(default_factory=dict)
 
     def get(self, name: str) -> Path:
@@ -202,13 +191,29 @@ class Environments:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def environment(python: Path, archive: Path, pins: Path | None) -> dict[str, str]:
-    """What the kernel sees: no trace of this checkout, the archive in the network's place, the versions CI proves."""
+@dataclass(frozen=True)
+class Sources:
+    """What takes the network's place: an archive or a wheelhouse (neither: the network itself), and pip's pins."""
+
+    archive: Path | str | None = None
+    wheelhouse: Path | None = None
+    pins: Path | None = None
+
+    def variables(self) -> dict[str, str]:
+        named = {
+            "COMPOSER_NB_ARCHIVE": self.archive,
+            "COMPOSER_NB_WHEELHOUSE": self.wheelhouse,
+            "PIP_CONSTRAINT": self.pins,
+        }
+        return {name: str(value) for name, value in named.items() if value is not None}
+
+
+def environment(python: Path, sources: Sources) -> dict[str, str]:
+    """What the kernel sees: no trace of this checkout, and what takes the network's place."""
     kept = {k: v for k, v in os.environ.items() if k not in NEVER_INHERITED}
-    return kept | ({"PIP_CONSTRAINT": str(pins)} if pins else {}) | {
+    return kept | sources.variables() | {
         "PATH": f"{python.parent}{os.pathsep}{kept['PATH']}",
         "KAGGLE_KERNEL_RUN_TYPE": "Batch",
-        "COMPOSER_NB_ARCHIVE": str(archive),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONNOUSERSITE": "1",
         "IPYTHONDIR": str(python.parent.parent / "ipython"),
@@ -222,15 +227,15 @@ def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
             (i for i, c in enumerate(notebook.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), -1
         )
         words = ANSI.sub("", f"{error.ename}: {error.evalue}").strip().splitlines()
-        return f"cell {number}: {words[0] if words else error.ename}"
+        line = re.search(r"^-+> \d+ (.+)$", ANSI.sub("", str(error)), re.MULTILINE)
+        where = f" at `{line[1].strip()}`" if line and not error.evalue else ""
+        return f"cell {number}: {words[0] if words else error.ename}{where}"
     if isinstance(error, CellTimeoutError):
         return "a cell ran past its limit"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"
 
 
-def run_page(
-    job: Job, python: Path, archive: Path, folder: Path, limit_s: float = 600.0, pins: Path | None = None
-) -> Result:
+def run_page(job: Job, python: Path, sources: Sources, folder: Path, limit_s: float = 600.0) -> Result:
     """Execute one page in an empty folder; only its own launch cell installs anything."""
     folder.mkdir(parents=True)
     name = f"{Path(job.page).name}.ipynb"
@@ -254,10 +259,14 @@ def run_page(
     started, reason = time.monotonic(), ""
     try:
         with (folder / "kernel.log").open("w") as log:
-            client.execute(cwd=str(folder), env=environment(python, archive, pins), stdout=log, stderr=log)
+            client.execute(cwd=str(folder), env=environment(python, sources), stdout=log, stderr=log)
     except (CellExecutionError, CellTimeoutError, DeadKernelError, RuntimeError) as error:
         reason = reason_of(error, notebook)
         nbformat.write(notebook, folder / name)
+    finally:  # a manager that was handed in is nobody's to end but ours
+        if manager.has_kernel:
+            manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
     return Result(job.page, time.monotonic() - started, clock["launch"], reason)
 
 
@@ -283,7 +292,9 @@ class Queue:
             return job
 
 
-def run_all(jobs: Sequence[Job], envs: Environments, archive: Path, folder: Path, workers: int, limit_s: float) -> list[Result]:
+def run_all(
+    jobs: Sequence[Job], envs: Environments, sources: Sources, folder: Path, workers: int, limit_s: float
+) -> list[Result]:
     """Run every page; each worker has its own environments, so that none installs under another's feet."""
     queue, results = Queue(jobs), []
 
@@ -292,7 +303,7 @@ def run_all(jobs: Sequence[Job], envs: Environments, archive: Path, folder: Path
         while job := queue.next(mine):
             python = envs.get(f"{number}-{'-'.join(job.needs) or 'core'}")
             place = folder / job.page.replace("/", "-")
-            result = run_page(job, python, archive, place, limit_s, envs.pins)
+            result = run_page(job, python, sources, place, limit_s)
             results.append(result)
             words = f"{result.page}: {result.reason or 'ran'} ({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
             print(words, flush=True)
@@ -326,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="pages at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a cell may take")
     parser.add_argument("--envs", type=Path, help="keep environments here (of other Pythons: about 5 GB)")
+    parser.add_argument("--wheelhouse", type=Path, help="a folder of `composer-nb wheelhouse` in place of the archive")
     parser.add_argument("--out", type=Path, help="where the result goes; book/lone.json when every page ran here")
     args = parser.parse_args(argv)
     root, started = args.root.resolve(), time.monotonic()
@@ -337,13 +349,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = Path(args.python).resolve() == Path(sys.executable).resolve()
         shutil.rmtree(folder / "links", ignore_errors=True)
         base = link_base(folder / "links") if own else install_base(folder, args.python)
-        archive = pack(root, Path(temporary) / f"composer_nb-{version()}.tar.gz")
-        envs = Environments(folder, sys.executable if own else args.python, base, root / "constraints.txt" if own else None)
-        results = run_all(jobs, envs, archive, Path(temporary) / "pages", args.workers, args.limit)
+        if args.wheelhouse:
+            sources = Sources(wheelhouse=args.wheelhouse.resolve())
+        else:
+            archive = pack_book(root, Path(temporary) / f"composer_nb-{version()}.tar.gz")
+            sources = Sources(archive, pins=root / "constraints.txt" if own else None)
+        envs = Environments(folder, sys.executable if own else args.python, base)
+        results = run_all(jobs, envs, sources, Path(temporary) / "pages", args.workers, args.limit)
     code = "import platform; print(platform.python_version())"
     python = subprocess.run([args.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     found = report(results, chapters, python)
-    out = args.out or (root / "book" / "lone.json" if own and not args.names else None)
+    out = args.out or (root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None)
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(found['ran'])} of {len(chapters)} pages ran on Python {python} in {time.monotonic() - started:.0f} s")
