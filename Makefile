@@ -16,7 +16,7 @@ QUICKSTART_SPIKE ?= 006_real_model_cpu
 QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=6 -p compare=spikes/006_real_model_cpu/runs/cold-live-seed0
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
-STAGES := install browser lint sync clean-check nbtest book pytest smoke
+STAGES := install browser lint sync clean-check lone book pytest smoke
 
 VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch
@@ -68,8 +68,9 @@ clean-check: $(DEV_STAMP) ## notebooks are clean, without errors or machine path
 	@$(PY) scripts/frame.py --check
 
 .PHONY: lint
-lint: $(DEV_STAMP) ## ruff over everything written by hand
+lint: $(DEV_STAMP) ## ruff, and the figures of the house are those that the book shows
 	@$(PY) -m ruff check .
+	@$(PY) scripts/measure_house.py --check
 
 .PHONY: nbtest
 nbtest: $(DEV_STAMP) ## run every chapter
@@ -89,8 +90,8 @@ pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --durations=10
 
 .PHONY: smoke
-smoke: $(DEV_STAMP) model ## every spike with smoke=True
-	@$(PY) spikes/run.py --all --smoke
+smoke: $(DEV_STAMP) model ## every spike with smoke=True, two at a time, one thread each
+	@$(PY) spikes/run.py --list | sort -r | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(PY) spikes/run.py --smoke
 
 ##@ Daily work
 .PHONY: export
