@@ -70,7 +70,8 @@ OPTIONAL_FIELDS: dict[str, tuple[type, ...]] = {
     "git": (dict,),
     "threads": (int,),
     "load_1min": (int, float),
-    "supersedes": (dict,),
+    "supersedes": (str,),
+    "why": (str,),
     "provenance": (str,),
 }
 VERDICTS = ("keep", "kill", "open")
@@ -401,8 +402,8 @@ def _evidence_faults(metrics: dict[str, Any]) -> list[str]:
         for role, found in metrics.get("git", {}).items()
         if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{40}", found)
     ]
-    if "supersedes" in metrics and set(metrics["supersedes"]) != {"run", "why"}:
-        faults.append("supersedes has the fields run and why")
+    if bool(metrics.get("supersedes")) != bool(metrics.get("why")):
+        faults.append("supersedes (a run) and why (what changed) go together")
     if metrics["params"].get("smoke") is True and metrics["verdict"] != "open":
         faults.append(f"a smoke run carries the verdict {metrics['verdict']!r}, not 'open'")
     try:
@@ -656,7 +657,7 @@ def finish_metrics(prepared: Prepared, attempts: int = 1) -> dict[str, Any]:
         notes.append(f"resumed: attempt {attempts}")
     metrics["notes"] = "; ".join(filter(None, notes))
     if prepared.job.supersedes:
-        metrics["supersedes"] = {"run": prepared.job.supersedes, "why": prepared.job.why}
+        metrics |= {"supersedes": prepared.job.supersedes, "why": prepared.job.why}
     validate_metrics(metrics, prepared.slug)
     if (
         prepared.evidence
