@@ -196,7 +196,7 @@ def test_a_round_without_us(tmp_path, late):
     if late != "refuse":
         slow._send()
         land(slow)
-        record = seats[1]._run.record(2)
+        record = seats[1].log.record(2)
         assert record.contributions[0].base == 0 and record.contributions[0].weight == (10.0 if late == "carry" else 5.0)
         assert torch.equal(slow.state.params["w"], torch.full((4,), -2.0)) and slow.walks[0].steps == 0
     fast.leave()
@@ -656,7 +656,7 @@ def test_what_was_in_the_checkpoint_and_then_in_a_round_is_not_sent_again(tmp_pa
     peer_params = {"w": nn.Parameter(torch.zeros(2))}
     peer = Replica(peer_params, seat(tmp_path / "bucket", 1, peer_params, outer=outer, lease_s=0.3, grace_s=30.0), LoopConfig(sync_every=100, poll_s=0.005))
     params, replica = make()
-    replica.rendezvous.grace_s = 30.0
+    replica.rendezvous.rule.grace_s = 30.0
     replica.enter()
     peer.enter()
     until(lambda: len(replica.rendezvous.members()) == 2)
