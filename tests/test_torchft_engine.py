@@ -29,7 +29,8 @@ from composer_nb.diloco.outer import (
     split_fragments,
     weighted_average,
 )
-from composer_nb.diloco.outer_loop import make_diloco_outer_loop, read_saved
+from composer_nb.diloco.local_model import read_saved
+from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.torchft_engine import open_manager, open_transport, reach, read_address
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from composer_nb.diloco.bucket import Bucket, local_s3, open_bucket
 from composer_nb.diloco.outer import OuterConfig
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
-from composer_nb.diloco.rendezvous import Record
+from composer_nb.diloco.records import Record
 
 RUN = "drill"
 # A stall of the machine below the lease changes nothing; the grace window keeps rounds short when a replica is silent.
