@@ -1,6 +1,5 @@
 """load_model: what it loads, and what it says when it cannot."""
 
-import shutil
 
 import pytest
 import tiny

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from waiting import together, until
 
+from composer_nb.diloco.local_model import global_spec, last_round_of, read_saved
+from composer_nb.diloco.membership import DuplicateRank
 from composer_nb.diloco.outer import (
     OuterConfig,
     OuterState,
@@ -24,21 +26,13 @@ from composer_nb.diloco.outer import (
     split_fragments,
     weighted_average,
 )
-from composer_nb.diloco.outer_loop import (
-    Landing,
-    LoopConfig,
-    OuterLoop,
-    Replica,
-    advance_schedule,
-    global_spec,
-    last_round_of,
-    make_diloco_outer_loop,
-    outer_optimizer,
-    read_saved,
-    refresh_teacher,
-)
-from composer_nb.diloco.rendezvous import DuplicateRank, Mismatch, Rendezvous, RunConfig
+from composer_nb.diloco.outer_loop import OuterLoop, advance_schedule, make_diloco_outer_loop, refresh_teacher
+from composer_nb.diloco.records import Mismatch, RunConfig
+from composer_nb.diloco.rendezvous import Rendezvous
+from composer_nb.diloco.replica import LoopConfig, Replica, send_due, take_applied, take_over
 from composer_nb.diloco.store import BucketReadOnly, BucketUnavailable, open_bucket
+from composer_nb.diloco.sync_thread import AppliedRound, sync_turn
+from composer_nb.diloco.torchft_engine import load_torchft, outer_optimizer
 from composer_nb.self_teacher import SelfTeacher
 
 LEASE = 1.0
@@ -59,8 +53,8 @@ def seat(store, rank: int, params: dict, lease_s: float = LEASE, **options) -> R
 
 def land(replica: Replica, seconds: float = 10.0) -> None:
     "Wait for the background thread and take in what it has, as the next step would."
-    assert replica.courier.wait(seconds)
-    replica._take_landed()
+    assert replica.sync.wait(seconds)
+    take_applied(replica)
 
 
 NAMES = {"layers.0.w": (6, 3), "layers.1.w": (5,), "head.b": (2,)}
@@ -192,13 +186,13 @@ def test_a_round_without_us(tmp_path, late):
     assert torch.equal(fast.state.params["w"], torch.ones(4)) and torch.equal(slow.state.params["w"], torch.ones(4))
     assert slow.events[-1]["included"] is False
     assert torch.equal(params[1]["w"].detach(), torch.full((4,), 1.0 if late == "refuse" else -2.0))
-    assert (slow.walks[0].steps, slow.walks[0].tokens) == ((0, 0) if late == "refuse" else (1, 10))
+    assert (slow.local.progress[0].steps, slow.local.progress[0].tokens) == ((0, 0) if late == "refuse" else (1, 10))
     if late != "refuse":
-        slow._send()
+        send_due(slow)
         land(slow)
-        record = seats[1]._run.record(2)
+        record = seats[1].log.record(2)
         assert record.contributions[0].base == 0 and record.contributions[0].weight == (10.0 if late == "carry" else 5.0)
-        assert torch.equal(slow.state.params["w"], torch.full((4,), -2.0)) and slow.walks[0].steps == 0
+        assert torch.equal(slow.state.params["w"], torch.full((4,), -2.0)) and slow.local.progress[0].steps == 0
     fast.leave()
     slow.leave()
 
@@ -212,17 +206,17 @@ def test_the_error_of_a_parcel_that_was_not_taken_does_not_count(tmp_path, late)
     inner_step(params, 0, 0)
     replica.step()
     land(replica)
-    first = replica.walks[0].error
+    first = replica.local.progress[0].error
     assert first is not None and first["w"].abs().max() > 0
     inner_step(params, 1, 0)
-    replica._send()
-    until(lambda: replica.courier.landed)
-    landing = replica.courier.landed.popleft()
-    assert not torch.equal(replica._flying.left["w"], first["w"])
+    send_due(replica)
+    until(lambda: replica.sync.applied)
+    landing = replica.sync.applied.popleft()
+    assert not torch.equal(replica.under_way.new_error["w"], first["w"])
     local = params["w"].detach().clone()
-    expected = landing.state.params["w"] + (local - replica.walks[0].origin["w"] if late == "carry" else 0.0)
-    replica._take(Landing(landing.state, landing.record, included=False))
-    assert replica.walks[0].error is first and torch.equal(params["w"].detach(), expected)
+    expected = landing.state.params["w"] + (local - replica.local.progress[0].origin["w"] if late == "carry" else 0.0)
+    take_over(replica, AppliedRound(landing.state, landing.record, included=False))
+    assert replica.local.progress[0].error is first and torch.equal(params["w"].detach(), expected)
     replica.leave()
 
 
@@ -233,7 +227,7 @@ def test_a_replica_that_was_away_for_too_long_begins_anew(tmp_path):
     fast, slow = (Replica(params[r], seats[r], LoopConfig(sync_every=1, poll_s=0.005, blocking=r == 0)) for r in (0, 1))
     fast.enter()
     slow.enter()
-    slow.courier.stop()
+    slow.sync.stop()
     slow.rendezvous.die()
     params[1]["w"].data.fill_(7.0)
     time.sleep(0.4)
@@ -243,9 +237,9 @@ def test_a_replica_that_was_away_for_too_long_begins_anew(tmp_path):
     jumps = []
     slow.on_jump = jumps.append
     slow.rendezvous.tick()
-    until(slow.courier._turn)
-    slow._take_landed()
-    assert jumps == [6] and slow.events[-1]["kind"] == "jump" and slow.walks[0].base == 6
+    until(lambda: sync_turn(slow.sync))
+    take_applied(slow)
+    assert jumps == [6] and slow.events[-1]["kind"] == "jump" and slow.local.progress[0].base == 6
     assert torch.equal(params[1]["w"].detach(), fast.state.params["w"]) and torch.equal(
         slow.state.outer[0].buffers["momentum"]["w"], fast.state.outer[0].buffers["momentum"]["w"])
     fast.leave()
@@ -312,7 +306,7 @@ def test_a_read_only_bucket_surfaces_with_its_cause(tmp_path):
 def test_an_outage_shorter_than_the_timeout_stops_nobody(tmp_path):
     replica, store, params = failing(tmp_path, timeout_s=20.0)
     replica.step()
-    until(lambda: replica.state.round >= 1 or replica._take_landed())
+    until(lambda: replica.state.round >= 1 or take_applied(replica))
     store.error = ConnectionError("away")
     rounds, gaps, before = replica.state.round, [], time.monotonic()
     while len(gaps) < 60:
@@ -385,7 +379,7 @@ def test_the_pause_between_two_looks_is_the_callers(tmp_path):
     for given, expected in {None: 0.2 / 40, 0.0125: 0.0125}.items():
         options = {} if given is None else {"poll_s": given}
         with make_diloco_outer_loop(nn.Linear(2, 2), rendezvous_uri=tmp_path / str(given), rank=0, lease_s=0.2, **options) as loop:
-            assert loop.engine.courier.poll_s == pytest.approx(expected)
+            assert loop.engine.sync.poll_s == pytest.approx(expected)
 
 
 def test_the_table_shows_members_only(tmp_path):
@@ -399,7 +393,7 @@ def test_the_table_shows_members_only(tmp_path):
         bucket.put("health/00007.json", b'{"loss": 0.25, "bytes_up": 1, "bytes_down": 1}')
         bucket.put("health/00000-old.json", b"{")
         loop.step(loss=2.0)
-        until(lambda: {1, 7} <= loop.engine.courier.health.keys())
+        until(lambda: {1, 7} <= loop.engine.sync.health.rows.keys())
         table = loop.table()
     assert [(row["rank"], row["alive"], row["loss"]) for row in table] == [(0, True, 2.0), (1, False, 0.5)]
 
@@ -631,7 +625,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     index, tensors = read_saved(tmp_path / "b" / "checkpoint-8")
     assert {name.split("/")[0] for name in tensors} == {"param", "outer", "origin", "error"} and index["round"] == 1
     changed = trainer(tmp_path / "b", [alien])
-    from composer_nb.diloco import outer_loop as module
+    from composer_nb.diloco import local_model as module
 
     tensors["param/layers.0.weight"][0, 0] += 1
     data = module.pack(tensors)
@@ -656,7 +650,7 @@ def test_what_was_in_the_checkpoint_and_then_in_a_round_is_not_sent_again(tmp_pa
     peer_params = {"w": nn.Parameter(torch.zeros(2))}
     peer = Replica(peer_params, seat(tmp_path / "bucket", 1, peer_params, outer=outer, lease_s=0.3, grace_s=30.0), LoopConfig(sync_every=100, poll_s=0.005))
     params, replica = make()
-    replica.rendezvous.grace_s = 30.0
+    replica.rendezvous.rule.grace_s = 30.0
     replica.enter()
     peer.enter()
     until(lambda: len(replica.rendezvous.members()) == 2)
@@ -664,19 +658,19 @@ def test_what_was_in_the_checkpoint_and_then_in_a_round_is_not_sent_again(tmp_pa
     replica.step()
     replica.save(tmp_path / "saved")
     replica.step()
-    until(lambda: replica._flying.offered)
-    replica.courier.stop()
+    until(lambda: replica.under_way.offered)
+    replica.sync.stop()
     replica.rendezvous.die()
     params, again = make()
     params["w"].data.fill_(5.0)
     again.enter(tmp_path / "saved")
-    assert again.walks[0].steps == 1 and again.state.round == 0
+    assert again.local.progress[0].steps == 1 and again.state.round == 0
     peer_params["w"].data.fill_(1.0)
     peer.step()
-    peer._send()
+    send_due(peer)
     land(again)
     assert again.events[-1]["ranks"] == [0, 1] and torch.allclose(again.state.params["w"], torch.full((2,), 11 / 3))
-    assert torch.equal(params["w"].detach(), again.state.params["w"]) and again.walks[0].steps == 0
+    assert torch.equal(params["w"].detach(), again.state.params["w"]) and again.local.progress[0].steps == 0
     again.leave()
     peer.leave()
 
@@ -771,7 +765,7 @@ def test_torchft_behind_the_same_object(tmp_path):
     options = {"rank": 0, "world_size": 1, "sync_every": 4, "n_fragments": 2, "backend": "torchft"}
     loop = make_diloco_outer_loop(other, torch.optim.SGD(other.parameters(), lr=0.05), rendezvous_uri=tmp_path / "new", **options)
     with loop:
-        loop.engine._load(tmp_path / "saved0")
+        load_torchft(loop.engine, tmp_path / "saved0")
         loop.engine.save(tmp_path / "again")
         assert loop.engine.manager.current_step() == 4
     index, again = read_saved(tmp_path / "again")

@@ -19,21 +19,13 @@ from s3_server import inside, s3_client, s3_options  # noqa: F401
 from waiting import until
 
 from composer_nb.diloco.compression import compress, decompress
+from composer_nb.diloco.membership import DuplicateRank, Watch
 from composer_nb.diloco.outer import OuterConfig, OuterState, outer_step, weighted_average
+from composer_nb.diloco.participant import write_snapshot
 from composer_nb.diloco.payload import read_payload, spec_of
-from composer_nb.diloco.rendezvous import (
-    Behind,
-    Contribution,
-    DuplicateRank,
-    LostPayload,
-    Mismatch,
-    Record,
-    Rendezvous,
-    RendezvousError,
-    RunConfig,
-    State,
-    Watch,
-)
+from composer_nb.diloco.records import Mismatch, Offer, Record, RendezvousError, RunConfig, State
+from composer_nb.diloco.rendezvous import Rendezvous
+from composer_nb.diloco.run_log import Behind, LostPayload
 from composer_nb.diloco.store import BucketReadOnly, BucketUnavailable, open_bucket
 from composer_nb.drills.damage import damage
 
@@ -240,20 +232,20 @@ def test_who_came_in_since_the_last_look_is_waited_for(world):
     seats[1].join()
     seats[0].bucket.put_if_absent("members/00000/00000000.json", b"{}")  # a former life, long silent
     seats[0].join(replace=True)
-    seats[1]._heart.look()
-    stale = dict(seats[1]._heart.bodies)
+    seats[1].membership.look()
+    stale = dict(seats[1].membership.bodies)
     stale[0] = stale[0] | {"phase": "joining"}
     for rv in seats:
         rv.start(START)
     offer(seats[1], 1)
     for _ in range(3):
-        seats[1]._heart.bodies = dict(stale)
+        seats[1].membership.bodies = dict(stale)
         assert seats[1].poll(1) is None
     offer(seats[0], 1)
     assert seats[0].poll(1).ranks == (0, 1)
     for rv in seats:
         rv.apply(rv.poll(1))
-    seats[1]._heart.bodies = dict(stale)
+    seats[1].membership.bodies = dict(stale)
     offer(seats[1], 2)
     assert seats[1].poll(2) is None
     offer(seats[0], 2)
@@ -337,12 +329,12 @@ def test_what_a_predecessor_offered_counts_and_its_heir_knows_that_it_is_not_its
     assert record.weights == {0: 100, 1: 100} and not heir.includes(record)
 
 
-def spoil(rv: Rendezvous, part: Contribution, kind: str = "bit_flip") -> None:
+def spoil(rv: Rendezvous, part: Offer, kind: str = "bit_flip") -> None:
     rv.bucket.put(part.ref.key, damage(rv.bucket.get(part.ref.key), kind, 0))
 
 
-def offered_by(rv: Rendezvous, round: int, rank: int) -> Contribution:
-    return Contribution.from_dict(json.loads(rv.bucket.get(f"rounds/{round:08d}/offers/{rank:05d}.json")))
+def offered_by(rv: Rendezvous, round: int, rank: int) -> Offer:
+    return Offer.from_dict(json.loads(rv.bucket.get(f"rounds/{round:08d}/offers/{rank:05d}.json")))
 
 
 @pytest.mark.parametrize("kind", ["bit_flip", "truncation", "stale"])
@@ -454,7 +446,7 @@ def test_damage_after_the_commit_without_help_is_a_clear_error_that_can_be_tried
     assert caught.value.round == 1 and seats[1].state.round == 0 and pickle.loads(pickle.dumps(caught.value)).round == 1
     seats[0].apply(record)
     seats[0].sweep()
-    seats[0]._snapshot()
+    write_snapshot(seats[0])
     assert same(seats[1].apply(record), seats[0].state)
 
 
@@ -472,7 +464,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(world):
     seats = [world.enter(rank) for rank in range(2)]
     for _ in range(7):
         world.round(*seats)
-    head, ref = seats[0]._run.snapshot(6)
+    head, ref = seats[0].log.snapshots.pointer(6)
     seats[0].bucket.put(ref.key, damage(seats[0].bucket.get(ref.key), "bit_flip", 1))
     assert same(seats[0].latest(), seats[0].state) and seats[0].bucket.list("quarantine/")
     assert head and same(world.enter(2).state, seats[0].state)
@@ -490,7 +482,7 @@ def test_one_that_slept_through_a_sweep_is_told_and_leaves_no_second_history(wor
     seats[1].sweep()
     assert not seats[1].bucket.list("rounds/00000002/")
     assert not sleeper.bucket.exists("rounds/00000002/record.json") and offer(sleeper, 2)
-    sleeper._heart.bodies = {}  # it has not looked since
+    sleeper.membership.bodies = {}  # it has not looked since
     with pytest.raises(Behind, match="catch_up"):
         sleeper.poll(2)
     assert not sleeper.bucket.exists("rounds/00000002/record.json")
@@ -565,8 +557,8 @@ def test_a_blocking_call_outlasts_an_outage(world):
     one = world.enter(0)
     flaky = Flaky(one)
     flaky.error = BucketUnavailable("away", None, "wait")
-    sleep = one._patience.sleep
-    one._patience.sleep = lambda s: (sleep(s), setattr(flaky, "error", None) if world.now > 5 else None)
+    sleep = one.patience.sleep
+    one.patience.sleep = lambda s: (sleep(s), setattr(flaky, "error", None) if world.now > 5 else None)
     assert offer(one, 1) and world.now > 5 and one.poll(1).ranks == (0,)
 
 
@@ -668,7 +660,7 @@ def test_runs_in_one_bucket_do_not_see_each_other(world):
 
 def test_sweep_keeps_two_snapshots_the_open_round_and_orphans_until_seen_twice(world):
     seats = [world.enter(rank, orphan_s=50.0) for rank in range(2)]
-    orphan = seats[0]._run
+    orphan = seats[0].log
     orphan.bucket.put("payload/" + "a" * 64, b"orphan")
     for _ in range(10):
         world.round(*seats)
@@ -924,7 +916,7 @@ def check_what_is_left(uri: str, seats: list[Rendezvous], point: str) -> None:
     seats[0].sweep()
     time.sleep(0.15)
     seats[0].sweep()
-    pointed = {seats[0]._run.snapshot(round)[1].key for round in seats[0]._run.snapshots()}
+    pointed = {seats[0].log.snapshots.pointer(round)[1].key for round in seats[0].log.snapshots.rounds()}
     for key in bucket.list("rounds/"):
         if key.endswith("record.json"):
             record = Record.from_bytes(bucket.get(key))

@@ -20,6 +20,7 @@ from torchft.coordination import LighthouseServer
 from transformers import Trainer, TrainingArguments
 from waiting import together, until
 
+from composer_nb.diloco.local_model import read_saved
 from composer_nb.diloco.outer import (
     OuterConfig,
     OuterState,
@@ -29,7 +30,7 @@ from composer_nb.diloco.outer import (
     split_fragments,
     weighted_average,
 )
-from composer_nb.diloco.outer_loop import make_diloco_outer_loop, read_saved
+from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.torchft_engine import open_manager, open_transport, reach, read_address
 
 CONTEXT = multiprocessing.get_context("forkserver")

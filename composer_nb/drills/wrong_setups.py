@@ -36,7 +36,7 @@ from composer_nb.diloco.store import Bucket, open_bucket
 from composer_nb.drills.s3_server import local_s3
 from composer_nb.diloco.outer import OuterConfig
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
-from composer_nb.diloco.rendezvous import Record
+from composer_nb.diloco.records import Record
 
 RUN = "drill"
 # A stall of the machine below the lease changes nothing; the grace window keeps rounds short when a replica is silent.

@@ -120,11 +120,13 @@ def reach(spec: dict):
 def seat(spec: dict, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int):
     """The replica's place in the run, entered; None where there is no outer loop."""
     if spec["variant"] == "bucket":
+        from composer_nb.diloco.local_model import global_spec, trainable_parameters
         from composer_nb.diloco.outer import OuterConfig
-        from composer_nb.diloco.outer_loop import LoopConfig, Replica, global_spec, trained
-        from composer_nb.diloco.rendezvous import Rendezvous, RunConfig
+        from composer_nb.diloco.records import RunConfig
+        from composer_nb.diloco.rendezvous import Rendezvous
+        from composer_nb.diloco.replica import LoopConfig, Replica
 
-        params, compression = trained(model), spec.get("compression")
+        params, compression = trainable_parameters(model), spec.get("compression")
         terms = RunConfig(outer=OuterConfig(**spec.get("outer", {})), compression=compression, late="carry")
         place = Rendezvous(reach(spec), spec["rank"], run_id=f"seed{seed}", spec=global_spec(params), config=terms,
                            lease_s=spec["lease_s"], expected=spec["world"], **spec.get("options", {}))
@@ -225,7 +227,8 @@ def sync(spec: dict) -> dict:
     """Seconds of one outer sync of rank 0 beside an idle rank 1, and of moving its bytes, medians of `repeats`; bytes per replica."""
     from composer_nb.diloco.compression import compress
     from composer_nb.diloco.payload import spec_of
-    from composer_nb.diloco.rendezvous import Rendezvous, RunConfig
+    from composer_nb.diloco.records import RunConfig
+    from composer_nb.diloco.rendezvous import Rendezvous
 
     bucket, kind = reach(spec), spec["compression"]
     params, walk = walks(spec)
