@@ -19,7 +19,10 @@ __all__ = ['Reduction', 'KLEstimator', 'shift', 'wide_dtype', 'widen', 'token_lo
 def shift(
     logits: Float[Tensor, "B T V"], input_ids: Int[Tensor, "B T"], mask: Tensor
 ) -> tuple[Float[Tensor, "B T-1 V"], Int[Tensor, "B T-1"], Bool[Tensor, "B T-1"]]:
-    "Pair every token (from the second on) with the logits that predicted it. Raises ValueError when lengths differ."
+    """Pair every token (from the second on) with the logits that predicted it.
+
+    Raises ValueError when lengths differ.
+    """
     if logits.shape[:2] != input_ids.shape or input_ids.shape != mask.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)}, input_ids {tuple(input_ids.shape)} and mask {tuple(mask.shape)} "
@@ -39,9 +42,15 @@ def widen(values: Tensor) -> Tensor:
 
 # %% ../nbs/kernels/00_core.ipynb #c010-cb71a5
 def token_logprobs(logits: Float[Tensor, "... V"], ids: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    "Log-probability (nats) of `ids` under `logits`; fp32 inside for 16-bit logits. Source: `z_y - logsumexp(z)`."
+    """Log-probability (nats) of `ids` under `logits`; fp32 inside for 16-bit logits.
+
+    Source: `z_y - logsumexp(z)`.
+    """
     if logits.shape[:-1] != ids.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} need ids of shape {tuple(logits.shape[:-1])}, got {tuple(ids.shape)}")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} need ids of shape {tuple(logits.shape[:-1])}, got "
+            f"{tuple(ids.shape)}"
+        )
     wide = widen(logits)
     return wide.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(-1)
 
@@ -55,7 +64,9 @@ def entropy(logits: Float[Tensor, "... V"]) -> Float[Tensor, "..."]:
 def gather_rows(values: Float[Tensor, "B T ..."], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "N ..."]:
     "The rows of `values` where `mask` holds, in batch order; the rest cannot touch value or gradient."
     if values.shape[:2] != mask.shape:
-        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must agree in batch and length")
+        raise ValueError(
+            f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must agree in batch and length"
+        )
     return values[mask.bool()]
 
 # %% ../nbs/kernels/00_core.ipynb #c021-ca3d91
@@ -70,8 +81,8 @@ def reduce_tokens(
 ) -> Float[Tensor, ""]:
     """Masked mean of per-token losses; exactly 0 with zero gradient when nothing is scored.
 
-    `denominator` (tokens for `token-mean`, sequences for `seq-*`) overrides the local count: pass the count of the
-    whole optimizer step to make accumulation exact.
+    `denominator` (tokens for `token-mean`, sequences for `seq-*`) overrides the local count: pass the count
+    of the whole optimizer step to make accumulation exact.
     """
     if values.shape != mask.shape:
         raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must have one shape")
@@ -85,7 +96,10 @@ def reduce_tokens(
     if reduction == "seq-mean-token-mean":
         per_sequence = per_sequence / mask.sum(-1).clamp(min=1)
     elif reduction != "seq-mean-token-sum":
-        raise ValueError(f"unknown reduction {reduction!r}; known: token-mean, seq-mean-token-mean, seq-mean-token-sum, sum")
+        raise ValueError(
+            f"unknown reduction {reduction!r}; known: token-mean, seq-mean-token-mean, seq-mean-token-sum, "
+            "sum"
+        )
     return per_sequence.sum() / _count(torch.tensor(len(values)), denominator)
 
 

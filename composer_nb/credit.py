@@ -24,18 +24,21 @@ def rlsd_advantages(
     clip: float = 0.2,
     mix: float = 0.5,
 ) -> Float[Tensor, "B T"]:
-    """Token advantages: sign from `advantages`, size from the teacher's opinion of each sampled token. Detached.
+    """Token advantages: sign from `advantages`, size from the teacher's opinion of each sampled token.
 
-    Log-probabilities in nats; fp32 or wider inside and out. The factor on an advantage lies in
-    [1 - mix * clip, 1 + mix * clip]; `mix=0` returns the advantages bit for bit. Unscored positions are inert, NaN
+    Detached. Log-probabilities in nats; fp32 or wider inside and out. The factor on an advantage lies in [1 -
+    mix * clip, 1 + mix * clip]; `mix=0` returns the advantages bit for bit. Unscored positions are inert, NaN
     included, and get 0. Raises ValueError for unequal shapes, `clip` outside [0, 1) or `mix` outside [0, 1].
     Source: arXiv 2604.03128 as in SDPG `compute_rlsd_loss` at f71329ee.
     """
     if not 0.0 <= clip < 1.0 or not 0.0 <= mix <= 1.0:
-        raise ValueError(f"clip={clip}, mix={mix}: need 0 <= clip < 1 (else a sign could flip) and 0 <= mix <= 1")
+        raise ValueError(
+            f"clip={clip}, mix={mix}: need 0 <= clip < 1 (else a sign could flip) and 0 <= mix <= 1"
+        )
     if not teacher_logprobs.shape == old_logprobs.shape == mask.shape:
         raise ValueError(
-            f"teacher_logprobs {tuple(teacher_logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and mask "
+            f"teacher_logprobs {tuple(teacher_logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} "
+            "and mask "
             f"{tuple(mask.shape)} must have one shape: the same sampled tokens, scored twice"
         )
     keep = mask.bool()
@@ -56,7 +59,9 @@ def _per_token(advantages: Tensor, keep: Tensor) -> Tensor:
         return advantages
     if advantages.shape == keep.shape[:1]:
         return advantages.unsqueeze(-1).expand(keep.shape)
-    raise ValueError(f"advantages {tuple(advantages.shape)} fit mask {tuple(keep.shape)} neither per token nor per answer")
+    raise ValueError(
+        f"advantages {tuple(advantages.shape)} fit mask {tuple(keep.shape)} neither per token nor per answer"
+    )
 
 
 def _filled(values: Tensor, keep: Tensor) -> Tensor:
@@ -65,13 +70,15 @@ def _filled(values: Tensor, keep: Tensor) -> Tensor:
 
 # %% ../nbs/kernels/02_credit.ipynb #c019-0a95a0
 def rlsd_mix(step: int, *, start: float = 0.5, decay_steps: int = 50) -> float:
-    """RLSD's lambda after `step` optimizer steps: from `start` in a straight line to 0; `decay_steps=0` keeps `start`.
+    """RLSD's lambda after `step` optimizer steps: from `start` in a straight line to 0.
 
-    Raises ValueError for a negative `step` or `decay_steps`. Source: SDPG `compute_rlsd_loss` at f71329ee.
+    `decay_steps=0` keeps `start`. Raises ValueError for a negative `step` or `decay_steps`. Source: SDPG
+    `compute_rlsd_loss` at f71329ee.
     """
     if step < 0 or decay_steps < 0:
         raise ValueError(
-            f"step={step}, decay_steps={decay_steps}: both count optimizer steps from 0 (decay_steps=0: no decay)"
+            f"step={step}, decay_steps={decay_steps}: both count optimizer steps from 0 (decay_steps=0: no "
+            "decay)"
         )
     return start * max(0.0, 1.0 - step / decay_steps) if decay_steps else start
 
@@ -81,27 +88,32 @@ def sdar_gate(
 ) -> Float[Tensor, "B T"]:
     """Weight in (0, 1) of each sampled token's distillation loss, rising with log T - log S (nats). Detached.
 
-    One half where both agree; fp32 or wider. Pass it as `weight=` of `generalized_jsd_loss`, which never reads it at
-    unscored positions. Raises ValueError for unequal shapes or `gate_beta < 0`. Source: arXiv 2605.15155, SDAR
-    `compute_sdar_loss` at 8b85c231, whose scripts use `gate_beta` 5 and a loss coefficient of 0.01.
+    One half where both agree; fp32 or wider. Pass it as `weight=` of `generalized_jsd_loss`, which never
+    reads it at unscored positions. Raises ValueError for unequal shapes or `gate_beta < 0`. Source: arXiv
+    2605.15155, SDAR `compute_sdar_loss` at 8b85c231, whose scripts use `gate_beta` 5 and a loss coefficient
+    of 0.01.
     """
     if not gate_beta >= 0:
         raise ValueError(
-            f"gate_beta is {gate_beta}; it must not be negative (below 0 the gate would trust rejected tokens)"
+            f"gate_beta is {gate_beta}; it must not be negative (below 0 the gate would trust rejected "
+            "tokens)"
         )
     if student_logprobs.shape != teacher_logprobs.shape:
         raise ValueError(
-            f"student_logprobs {tuple(student_logprobs.shape)} and teacher_logprobs {tuple(teacher_logprobs.shape)} "
+            f"student_logprobs {tuple(student_logprobs.shape)} and teacher_logprobs "
+            f"{tuple(teacher_logprobs.shape)} "
             "must have one shape: the same sampled tokens, scored twice"
         )
     return torch.sigmoid(gate_beta * (widen(teacher_logprobs.detach()) - widen(student_logprobs.detach())))
 
 # %% ../nbs/kernels/02_credit.ipynb #c032-ff5853
 def question_weight(rewards: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """sqrt(p(1-p)) of each answer's question, p the pass rate in its group (consecutive `group_size` entries). Detached.
+    """sqrt(p(1-p)) of each answer's question, p the pass rate in its group (consecutive `group_size`
+    entries). Detached.
 
-    Rewards are 0 or 1; NaN (unscorable) stays out of p, a group without a scored answer gets 0. Raises ValueError for
-    other rewards and for a batch that is not whole groups. Source: arXiv 2605.27765, abstract; not normalised.
+    Rewards are 0 or 1; NaN (unscorable) stays out of p, a group without a scored answer gets 0. Raises
+    ValueError for other rewards and for a batch that is not whole groups. Source: arXiv 2605.27765, abstract;
+    not normalised.
     """
     if group_size < 1 or rewards.ndim != 1 or len(rewards) % group_size:
         raise ValueError(
@@ -111,7 +123,8 @@ def question_weight(rewards: Float[Tensor, " B"], group_size: int) -> Float[Tens
     scored = ~grouped.isnan()
     if (other := grouped[scored & (grouped != 0) & (grouped != 1)]).numel():
         raise ValueError(
-            f"reward {other[0].item()} is neither 0 nor 1: a pass rate needs passes, e.g. (rewards >= 0.5).float()"
+            f"reward {other[0].item()} is neither 0 nor 1: a pass rate needs passes, e.g. (rewards >= "
+            "0.5).float()"
         )
     rate = grouped.masked_fill(~scored, 0.0).sum(1) / scored.sum(1).clamp(min=1)
     return (rate * (1 - rate)).sqrt().repeat_interleave(group_size)

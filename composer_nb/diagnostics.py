@@ -35,7 +35,9 @@ def _check_texts(**columns: Sequence[str]) -> None:
     "Raise ValueError for a bare string or columns of unequal length."
     for name, texts in columns.items():
         if isinstance(texts, str):
-            raise ValueError(f"{name} is one string, {texts[:40]!r}; pass a list with one text per completion")
+            raise ValueError(
+                f"{name} is one string, {texts[:40]!r}; pass a list with one text per completion"
+            )
     lengths = {name: len(texts) for name, texts in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"need one text per completion in every column, got {lengths}")
@@ -51,11 +53,13 @@ def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
 def hint_leak_rate(
     hints: Sequence[str], completions: Sequence[str], *, contexts: Sequence[str] | None = None, n: int = 4
 ) -> float:
-    """Share, in [0, 1], of the completions' word `n`-grams that stand in their own hint and not in their own context.
+    """Share, in [0, 1], of the completions' word `n`-grams that stand in their own hint and not in their own
+    context.
 
-    `contexts` are the texts the student was given; without them nothing is subtracted and the rate is an upper bound.
-    Pooled over the completions whose hint has an n-gram that their context lacks; the others, an empty hint for
-    instance, cannot leak and stay out. 0.0 when nothing is left. Raises ValueError for unequal lengths or `n < 1`.
+    `contexts` are the texts the student was given; without them nothing is subtracted and the rate is an
+    upper bound. Pooled over the completions whose hint has an n-gram that their context lacks; the others, an
+    empty hint for instance, cannot leak and stay out. 0.0 when nothing is left. Raises ValueError for unequal
+    lengths or `n < 1`.
     """
     contexts = [""] * len(hints) if contexts is None else contexts
     _check_texts(hints=hints, completions=completions, contexts=contexts)
@@ -84,11 +88,12 @@ def _phrases(words: Sequence[str]) -> re.Pattern[str]:
     joined = sorted((" ".join(_tokens(phrase)) for phrase in words), key=len, reverse=True)
     return re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, joined))})(?!\S)")
 
-
+# %% ../nbs/training/02_diagnostics.ipynb #736ff4e0
 def hesitation_rate(completions: Sequence[str], words: Sequence[str] = HESITATION_WORDS) -> float:
     """Hesitation words and phrases per 100 words, pooled over `completions`; 0.0 when they hold no word.
 
-    Whole words only, case ignored; a phrase counts once. Raises ValueError for a bare string and for blank `words`.
+    Whole words only, case ignored; a phrase counts once. Raises ValueError for a bare string and for blank
+    `words`.
     """
     _check_texts(completions=completions)
     pattern, hits, count = _phrases(words), 0, 0
@@ -102,15 +107,19 @@ def hesitation_rate(completions: Sequence[str], words: Sequence[str] = HESITATIO
 def gradient_cosine(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
     """Cosine, in [-1, 1], between two gradients given per parameter; `None` is zero.
 
-    0.0 when either gradient is zero, NaN when either holds a NaN or an infinity. Products in fp32 (float64 for float64
-    gradients), their sum over parameters in float64. Raises ValueError for unequal lengths or shapes.
+    0.0 when either gradient is zero, NaN when either holds a NaN or an infinity. Products in fp32 (float64
+    for float64 gradients), their sum over parameters in float64. Raises ValueError for unequal lengths or
+    shapes.
     """
     if len(a) != len(b):
-        raise ValueError(f"{len(a)} and {len(b)} gradients; pass one per parameter, None where a channel has none")
+        raise ValueError(
+            f"{len(a)} and {len(b)} gradients; pass one per parameter, None where a channel has none"
+        )
     for i, (x, y) in enumerate(zip(a, b)):
         if x is not None and y is not None and x.shape != y.shape:
             raise ValueError(
-                f"gradients {i} have shapes {tuple(x.shape)} and {tuple(y.shape)}; both must belong to one parameter"
+                f"gradients {i} have shapes {tuple(x.shape)} and {tuple(y.shape)}; both must belong to one "
+                "parameter"
             )
     peak_a, peak_b = _peak(a), _peak(b)
     if not (math.isfinite(peak_a) and math.isfinite(peak_b)):
@@ -140,9 +149,9 @@ def _scaled(gradient: Tensor | None, peak: float) -> Tensor | None:
 
 # %% ../nbs/training/02_diagnostics.ipynb #c029-32d941
 def scored_share(scored: Mapping[str, int], total: int) -> dict[str, float]:
-    """Share, in [0, 1], of `total` generated tokens that each channel scored; 0.0 each when nothing was generated.
+    """Share, in [0, 1], of `total` generated tokens that each channel scored.
 
-    Raises ValueError for a negative count or one above `total`.
+    0.0 each when nothing was generated. Raises ValueError for a negative count or one above `total`.
     """
     for name, count in scored.items():
         if not 0 <= count <= total:
@@ -151,9 +160,9 @@ def scored_share(scored: Mapping[str, int], total: int) -> dict[str, float]:
 
 # %% ../nbs/training/02_diagnostics.ipynb #45136584
 def length_stats(mask: Tensor) -> dict[str, float]:
-    """`mean`, `min` and `max` completion length in tokens from a completion mask (B, T); zeros for an empty batch.
+    """`mean`, `min` and `max` completion length in tokens from a completion mask (B, T).
 
-    Raises ValueError when `mask` is not two-dimensional.
+    Zeros for an empty batch. Raises ValueError when `mask` is not two-dimensional.
     """
     if mask.ndim != 2:
         raise ValueError(f"mask {tuple(mask.shape)} must be (completions, tokens)")
@@ -172,17 +181,25 @@ COSINE_PREFIX = "cosine/"
 _REMEDY = {
     "entropy": "the policy is losing its alternatives; keep the reward term on and lower alpha_sdpo",
     "completion_length": "answers are shrinking; lower or anneal alpha_sdpo and read some completions",
-    "hesitation_rate": "doubt is being trained away; shorten the hints and keep reasoning out of the distilled span",
-    "hint_leak_rate": "completions repeat what only the hint said; read some, and let hints name only what the context holds",
-    COSINE_PREFIX: "this channel pulls against channel 1; lower its weight or let it set sizes only (composer_nb.credit)",
+    "hesitation_rate": (
+        "doubt is being trained away; shorten the hints and keep reasoning out of the distilled span"
+    ),
+    "hint_leak_rate": (
+        "completions repeat what only the hint said; read some, and make hints name only what the context "
+        "holds"
+    ),
+    COSINE_PREFIX: (
+        "this channel pulls against channel 1; lower its weight or let it set sizes only (composer_nb.credit)"
+    ),
 }
 
 # %% ../nbs/training/02_diagnostics.ipynb #370984ea
 def collapse_warnings(history: Mapping[str, Sequence[float]]) -> list[str]:
     """Plain sentences about logged series that crossed a threshold; an empty list when all is well.
 
-    Reads `entropy`, `completion_length`, `hesitation_rate`, `hint_leak_rate` and every `cosine/<channel>`, oldest
-    value first; other series are ignored. Means over `WINDOW` values, thresholds in this module's constants.
+    Reads `entropy`, `completion_length`, `hesitation_rate`, `hint_leak_rate` and every `cosine/<channel>`,
+    oldest value first; other series are ignored. Means over `WINDOW` values, thresholds in this module's
+    constants.
     """
     watched = [name for name in history if name in _REMEDY or name.startswith(COSINE_PREFIX)]
     return [warning for name in watched if (warning := _warning(name, history[name]))]

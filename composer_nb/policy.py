@@ -28,9 +28,9 @@ def group_advantages(
 ) -> Float[Tensor, " B"]:
     """Advantage of each answer over the other answers of its group (consecutive `group_size` entries).
 
-    NaN rewards (unscorable) get 0 and stay out of the statistics; a group of equal rewards is exactly 0. Raises
-    ValueError for a batch that is not whole groups, infinite rewards or an unknown kind. Sources: GRPO arXiv
-    2402.03300 (std with divisor G-1, as TRL), Dr. GRPO 2503.20783, RLOO 2402.14740.
+    NaN rewards (unscorable) get 0 and stay out of the statistics; a group of equal rewards is exactly 0.
+    Raises ValueError for a batch that is not whole groups, infinite rewards or an unknown kind. Sources: GRPO
+    arXiv 2402.03300 (std with divisor G-1, as TRL), Dr. GRPO 2503.20783, RLOO 2402.14740.
     """
     if group_size < 1 or rewards.ndim != 1 or len(rewards) % group_size:
         raise ValueError(
@@ -54,9 +54,12 @@ def group_advantages(
     std = (centred.square().sum(1, keepdim=True) / siblings).sqrt()
     return (centred / (std + eps)).flatten()
 
-
+# %% ../nbs/kernels/01_policy.ipynb #a07385c4
 def _constant(grouped: Tensor, scored: Tensor) -> Bool[Tensor, "G 1"]:
-    "Groups whose scored rewards are all one value; there the rounded mean may differ from it, the advantage may not."
+    """Groups whose scored rewards are all one value.
+
+    There the rounded mean may differ from it, the advantage may not.
+    """
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1, keepdim=True)
     lowest = grouped.masked_fill(~scored, torch.inf).amin(1, keepdim=True)
     return highest <= lowest
@@ -65,10 +68,15 @@ def _constant(grouped: Tensor, scored: Tensor) -> Bool[Tensor, "G 1"]:
 PolicyKind = Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo"]
 
 _REDUCTIONS = {
-    "grpo": "seq-mean-token-mean", "gspo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum",
-    "bnpo": "token-mean", "dapo": "token-mean", "cispo": "token-mean",
+    "grpo": "seq-mean-token-mean",
+    "gspo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "cispo": "token-mean",
 }
-_MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip; an infinite ratio times a zero advantage would be NaN
+# exp(20) is far outside every clip; an infinite ratio times a zero advantage would be NaN
+_MAX_LOG_RATIO = 20.0
 
 
 def _surrogate(
@@ -88,10 +96,13 @@ def _limits(kind: PolicyKind, low: float, high: float | None) -> tuple[float, fl
     high = (5.0 if kind == "cispo" else low) if high is None else high
     if kind == "cispo" and high < 1:
         raise ValueError(
-            f"epsilon_high={high}: for cispo it caps the ratio itself (5.0 in ScaleRL); below 1 it shrinks every token"
+            f"epsilon_high={high}: for cispo it caps the ratio itself (5.0 in ScaleRL); below 1 it shrinks "
+            "every token"
         )
     if not 0 <= low < 1 or high < 0:
-        raise ValueError(f"epsilon_low={low}, epsilon_high={high}: need 0 <= epsilon_low < 1 and epsilon_high >= 0")
+        raise ValueError(
+            f"epsilon_low={low}, epsilon_high={high}: need 0 <= epsilon_low < 1 and epsilon_high >= 0"
+        )
     return low, high
 
 # %% ../nbs/kernels/01_policy.ipynb #c021-9efa8e
@@ -100,8 +111,9 @@ def kl_penalty(
 ) -> Float[Tensor, "..."]:
     """Per-token KL term (nats) for a loss: the value of `core.kl_estimate`, with a gradient that pulls.
 
-    k1's own derivative averages to zero under the policy, so its gradient here is `k1 * d log p`, as when it is
-    subtracted from the reward. k2 and k3 are differentiated as they stand. Raises ValueError for an unknown kind.
+    k1's own derivative averages to zero under the policy, so its gradient here is `k1 * d log p`, as when it
+    is subtracted from the reward. k2 and k3 are differentiated as they stand. Raises ValueError for an
+    unknown kind.
     """
     value = kl_estimate(logprobs, ref_logprobs.detach(), kind)
     return value.detach() * (logprobs - logprobs.detach()).exp() if kind == "k1" else value
@@ -118,14 +130,17 @@ def kl_shaped_rewards(
 ) -> Float[Tensor, " B"]:
     """Rewards minus `coef` times each answer's summed KL estimate (nats), detached.
 
-    Unscored positions are inert, NaN included. Raises ValueError for a negative or infinite `coef`, an unknown kind or unequal shapes.
+    Unscored positions are inert, NaN included. Raises ValueError for a negative or infinite `coef`, an
+    unknown kind or unequal shapes.
     """
     if not 0 <= coef < math.inf:
         raise ValueError(f"coef is {coef}; it must be finite and not negative")
     keep = mask.bool()
     estimate = kl_estimate(logprobs.masked_fill(~keep, 0.0), ref_logprobs.masked_fill(~keep, 0.0), kind)
     if rewards.shape != estimate.shape[:1]:
-        raise ValueError(f"rewards {tuple(rewards.shape)} need one entry for each of the {len(estimate)} answers")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} need one entry for each of the {len(estimate)} answers"
+        )
     return (rewards - coef * estimate.masked_fill(~keep, 0.0).sum(-1)).detach()
 
 # %% ../nbs/kernels/01_policy.ipynb #c029-44a72b
@@ -141,8 +156,9 @@ class PolicyOutput:
 class PolicyOptions:
     """Which member of the family, and its constants.
 
-    `epsilon_high` defaults to `epsilon_low` (cispo: a cap on the ratio, 5.0). `max_completion_length` is the longest
-    completion that the sampler may produce; dr_grpo divides by it. `kl_coef` weighs the KL to a reference (nats).
+    `epsilon_high` defaults to `epsilon_low` (cispo: a cap on the ratio, 5.0). `max_completion_length` is the
+    longest completion that the sampler may produce; dr_grpo divides by it. `kl_coef` weighs the KL to a
+    reference (nats).
     """
 
     kind: PolicyKind = "grpo"
@@ -170,11 +186,12 @@ def policy_loss(
 ) -> PolicyOutput:
     """Clipped policy-gradient loss; `kind` names ratio, clip and mean. Log-probabilities in nats.
 
-    `keywords` are fields of `PolicyOptions` and win over `options`. `denominator` overrides the local count of what the
-    kind divides by: scored tokens for bnpo, dapo and cispo, *sequences* for grpo, gspo and dr_grpo (`policy_denominator`
-    counts the right one). Unscored positions are inert, NaN included. Raises ValueError for unequal shapes, an unknown
-    kind, bad limits, `dr_grpo` without `max_completion_length` and `kl_coef` without `ref_logprobs`, TypeError for an
-    unknown option. Source: TRL 1.16 `GRPOTrainer._compute_loss`; papers in the chapter.
+    `keywords` are fields of `PolicyOptions` and win over `options`. `denominator` overrides the local count
+    of what the kind divides by: scored tokens for bnpo, dapo and cispo, *sequences* for grpo, gspo and
+    dr_grpo (`policy_denominator` counts the right one). Unscored positions are inert, NaN included. Raises
+    ValueError for unequal shapes, an unknown kind, bad limits, `dr_grpo` without `max_completion_length` and
+    `kl_coef` without `ref_logprobs`, TypeError for an unknown option. Source: TRL 1.16
+    `GRPOTrainer._compute_loss`; papers in the chapter.
     """
     chosen = replace(options or PolicyOptions(), **keywords)
     _check_kind(chosen, ref_logprobs)
@@ -194,8 +211,15 @@ def policy_loss(
 
 # %% ../nbs/kernels/01_policy.ipynb #c031-0fbb33
 def policy_denominator(mask: Tensor, kind: PolicyKind) -> Tensor:
-    "What `kind` divides by, counted on `mask`: scored tokens, or sequences. Sum it over the micro-batches of a step."
-    return mask.bool().sum() if _REDUCTIONS[kind] == "token-mean" else torch.tensor(len(mask), device=mask.device)
+    """What `kind` divides by, counted on `mask`: scored tokens, or sequences.
+
+    Sum it over the micro-batches of a step.
+    """
+    return (
+        mask.bool().sum()
+        if _REDUCTIONS[kind] == "token-mean"
+        else torch.tensor(len(mask), device=mask.device)
+    )
 
 # %% ../nbs/kernels/01_policy.ipynb #c033-5b2e32
 def _check_kind(options: PolicyOptions, ref_logprobs: Tensor | None) -> None:
@@ -210,15 +234,20 @@ def _check_kind(options: PolicyOptions, ref_logprobs: Tensor | None) -> None:
         )
     if options.kl_coef and ref_logprobs is None:
         raise ValueError(
-            f"kl_coef={options.kl_coef} needs ref_logprobs; pass the reference's token log-probabilities or kl_coef=0"
+            f"kl_coef={options.kl_coef} needs ref_logprobs; pass the reference's token log-probabilities "
+            "or kl_coef=0"
         )
 
 # %% ../nbs/kernels/01_policy.ipynb #c035-865148
 def _aligned(mask: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, ...]:
-    "Mask, log-probs, old log-probs, advantages: one shape, widened, zero outside the mask; only log-probs keep a gradient."
+    """Mask, log-probs, old log-probs, advantages: one shape, widened, zero outside the mask.
+
+    Only log-probs keep a gradient.
+    """
     if not logprobs.shape == old_logprobs.shape == mask.shape:
         raise ValueError(
-            f"logprobs {tuple(logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and mask {tuple(mask.shape)} "
+            f"logprobs {tuple(logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and mask "
+            f"{tuple(mask.shape)} "
             "must have one shape"
         )
     keep = mask.bool()
@@ -233,14 +262,17 @@ def _per_token(advantages: Tensor, logprobs: Tensor) -> Tensor:
     if advantages.shape == logprobs.shape[:1]:
         return advantages.unsqueeze(-1).expand_as(logprobs)
     raise ValueError(
-        f"advantages {tuple(advantages.shape)} fit logprobs {tuple(logprobs.shape)} neither per token nor per sequence"
+        f"advantages {tuple(advantages.shape)} fit logprobs {tuple(logprobs.shape)} neither per token nor "
+        "per sequence"
     )
 
 
 def _fill(values: Tensor, keep: Tensor) -> Tensor:
     "`values` in fp32 or wider, zero where not kept."
     if values.shape != keep.shape:
-        raise ValueError(f"log-probabilities {tuple(values.shape)} and mask {tuple(keep.shape)} must have one shape")
+        raise ValueError(
+            f"log-probabilities {tuple(values.shape)} and mask {tuple(keep.shape)} must have one shape"
+        )
     return widen(values).masked_fill(~keep, 0.0)
 
 # %% ../nbs/kernels/01_policy.ipynb #c037-d1d2cf
@@ -270,14 +302,16 @@ def dppo_mask(
     low: float = 0.2,
     high: float = 0.2,
 ) -> Bool[Tensor, "..."]:
-    """True where a token is kept: its probability has not yet moved by `high` (up, A > 0) or `low` (down, A <= 0).
+    """True where a token is kept: its probability has not yet moved by `high` (up, A > 0) or `low` (down, A
+    <= 0).
 
     `advantages`: per token, or per sequence. Raises ValueError for unequal shapes. Source: prime-rl
     `default_loss_fn` at 559b447.
     """
     if logprobs.shape != inference_logprobs.shape:
         raise ValueError(
-            f"logprobs {tuple(logprobs.shape)} and inference_logprobs {tuple(inference_logprobs.shape)} must have one shape"
+            f"logprobs {tuple(logprobs.shape)} and inference_logprobs {tuple(inference_logprobs.shape)} "
+            "must have one shape"
         )
     moved = logprobs.detach().exp() - inference_logprobs.detach().exp()
     drop_up = (_per_token(advantages, logprobs) > 0) & (moved > high)
@@ -297,18 +331,24 @@ def dppo_loss(
     kl_tau: float = 1e-3,
     denominator: float | Tensor | None = None,
 ) -> PolicyOutput:
-    """prime-rl's default policy loss: importance-weighted, masked by probability difference; a sum over tokens.
+    """prime-rl's default policy loss: importance-weighted, masked by probability difference.
 
-    `denominator`: tokens of the whole optimizer step. Unscored positions are inert, NaN included. Raises ValueError
-    for unequal shapes. Source: prime-rl `default_loss_fn` at 559b447.
+    A sum over tokens. `denominator`: tokens of the whole optimizer step. Unscored positions are inert, NaN
+    included. Raises ValueError for unequal shapes. Source: prime-rl `default_loss_fn` at 559b447.
     """
     keep, new, old, adv = _aligned(mask, logprobs, inference_logprobs, advantages)
     trusted = dppo_mask(new, old, adv, low=low, high=high)
     return _trusted_loss(new, old, adv_tau * adv, keep, trusted, kl_tau, denominator)
 
-
+# %% ../nbs/kernels/01_policy.ipynb #fa306700
 def _trusted_loss(
-    new: Tensor, old: Tensor, adv: Tensor, keep: Tensor, trusted: Tensor, kl_tau: float, denominator: float | Tensor | None
+    new: Tensor,
+    old: Tensor,
+    adv: Tensor,
+    keep: Tensor,
+    trusted: Tensor,
+    kl_tau: float,
+    denominator: float | Tensor | None,
 ) -> PolicyOutput:
     "Importance-weighted policy gradient on the trusted tokens, squared log-ratio on all scored ones."
     log_ratio = new - old
@@ -334,8 +374,8 @@ def reference_kl_loss(
 ) -> PolicyOutput:
     """Reverse KL to a teacher at the sampled tokens, as a policy gradient; a sum over tokens (nats).
 
-    The advantage is `ref_logprobs - logprobs`, detached; tokens whose probability fell by more than `low` are dropped.
-    Raises ValueError for unequal shapes. Source: prime-rl `ref_kl_loss_fn` at 559b447.
+    The advantage is `ref_logprobs - logprobs`, detached; tokens whose probability fell by more than `low` are
+    dropped. Raises ValueError for unequal shapes. Source: prime-rl `ref_kl_loss_fn` at 559b447.
     """
     keep, new, old, ref = _aligned(mask, logprobs, inference_logprobs, ref_logprobs)
     trusted = new.detach().exp() - old.exp() >= -low
@@ -346,16 +386,19 @@ def reference_kl_loss(
 
 # %% ../nbs/kernels/01_policy.ipynb #c062-c7a590
 def length_penalty(x: Float[Tensor, "..."] | float, *, k: float, q: float) -> Float[Tensor, "..."]:
-    """Composer 2's concave effort penalty `((1+kx)^(1-q) - 1) / (k(1-q))`, and its limit `log(1+kx)/k` at q = 1.
+    """Composer 2's concave effort penalty `((1+kx)^(1-q) - 1) / (k(1-q))`, and its limit `log(1+kx)/k` at q =
+    1.
 
-    Exact near q = 1; slope `(1+kx)^-q`. Raises ValueError for `k <= 0` or negative or NaN effort. Source: Composer 2
-    report, arXiv 2603.24477.
+    Exact near q = 1; slope `(1+kx)^-q`. Raises ValueError for `k <= 0` or negative or NaN effort. Source:
+    Composer 2 report, arXiv 2603.24477.
     """
     if not k > 0:
         raise ValueError(f"k is {k}; it must be positive (for a straight line use q=0)")
     x = widen(torch.as_tensor(x))
     if not (x >= 0).all():
-        raise ValueError(f"effort must be at least 0, got {x.min().item() if x.numel() else x}; check the token counts")
+        raise ValueError(
+            f"effort must be at least 0, got {x.min().item() if x.numel() else x}; check the token counts"
+        )
     log_growth = torch.log1p(k * x)
     power = 1.0 - q
     if abs(power) < 1e-18:

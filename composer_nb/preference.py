@@ -24,12 +24,13 @@ def sequence_logprobs(
 ) -> Float[Tensor, " P"]:
     """Log-probability (nats) of each reply: the masked sum, or the masked mean with `average=True`.
 
-    Unscored positions are inert, NaN included; a reply without scored tokens gets 0. Raises ValueError on unequal
-    shapes. Source: SimPO `get_batch_logps`, after the shift.
+    Unscored positions are inert, NaN included; a reply without scored tokens gets 0. Raises ValueError on
+    unequal shapes. Source: SimPO `get_batch_logps`, after the shift.
     """
     if logprobs.shape != mask.shape:
         raise ValueError(
-            f"logprobs {tuple(logprobs.shape)} and mask {tuple(mask.shape)} must have one shape; shift both (core.shift)"
+            f"logprobs {tuple(logprobs.shape)} and mask {tuple(mask.shape)} must have one shape; shift "
+            "both (core.shift)"
         )
     mask = mask.bool()
     total = widen(logprobs).masked_fill(~mask, 0.0).sum(-1)
@@ -38,7 +39,9 @@ def sequence_logprobs(
 # %% ../nbs/kernels/07_preference.ipynb #c012-755510
 @dataclass(frozen=True)
 class PreferenceOutput:
-    "Per-pair losses (differentiable) and the implicit rewards (detached) of both replies, all of shape `P`, in nats."
+    """Per-pair losses (differentiable) and the implicit rewards (detached) of both replies, all of shape `P`,
+    in nats.
+    """
 
     losses: Float[Tensor, " P"]
     chosen_rewards: Float[Tensor, " P"]
@@ -62,25 +65,34 @@ def _margin_loss(scaled_margin: Tensor, label_smoothing: float, loss_type: Prefe
     "Bradley-Terry negative log-likelihood (with swapped-label smoothing) or hinge of `scaled_margin`."
     if not 0.0 <= label_smoothing <= 0.5:
         raise ValueError(
-            f"label_smoothing is {label_smoothing}; it is the believed share of swapped labels and lies in [0, 0.5]. "
+            f"label_smoothing is {label_smoothing}; it is the believed share of swapped labels and lies in "
+            "[0, 0.5]. "
             "Above one half, swap chosen and rejected instead"
         )
     if loss_type == "sigmoid":
-        return -(1 - label_smoothing) * F.logsigmoid(scaled_margin) - label_smoothing * F.logsigmoid(-scaled_margin)
+        return -(1 - label_smoothing) * F.logsigmoid(scaled_margin) - label_smoothing * F.logsigmoid(
+            -scaled_margin
+        )
     if loss_type != "hinge":
         raise ValueError(f"unknown loss_type {loss_type!r}; known: sigmoid, hinge")
     if label_smoothing:
-        raise ValueError(f"label_smoothing={label_smoothing} is not defined for the hinge; pass 0 or loss_type='sigmoid'")
+        raise ValueError(
+            f"label_smoothing={label_smoothing} is not defined for the hinge; pass 0 or loss_type='sigmoid'"
+        )
     return F.relu(1 - scaled_margin)
 
 
 def _check_pairs(beta: float, **logps: Tensor) -> list[Tensor]:
     "The inputs, widened; raises ValueError for a non-positive `beta` or unequal shapes."
     if not beta > 0:
-        raise ValueError(f"beta is {beta}; it must be positive (at 0 the loss is a constant: drop the channel instead)")
+        raise ValueError(
+            f"beta is {beta}; it must be positive (at 0 the loss is a constant: drop the channel instead)"
+        )
     shapes = {name: tuple(value.shape) for name, value in logps.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
-        raise ValueError(f"need one log-probability per pair and the same number of pairs everywhere, got {shapes}")
+        raise ValueError(
+            f"need one log-probability per pair and the same number of pairs everywhere, got {shapes}"
+        )
     return [widen(value) for value in logps.values()]
 
 # %% ../nbs/kernels/07_preference.ipynb #c016-a0fac3
@@ -96,12 +108,15 @@ def dpo_loss(
 ) -> PreferenceOutput:
     """Direct preference optimisation from summed reply log-probabilities (nats), one loss per pair.
 
-    Raises ValueError for `beta <= 0`, `label_smoothing` outside [0, 0.5], an unknown `loss_type` or unequal shapes.
-    Source: Rafailov et al., arXiv 2305.18290, eq. 7; smoothing as in Mitchell's conservative DPO.
+    Raises ValueError for `beta <= 0`, `label_smoothing` outside [0, 0.5], an unknown `loss_type` or unequal
+    shapes. Source: Rafailov et al., arXiv 2305.18290, eq. 7; smoothing as in Mitchell's conservative DPO.
     """
     chosen, rejected, ref_chosen, ref_rejected = _check_pairs(
-        beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps,
-        ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps,
+        beta,
+        chosen_logps=chosen_logps,
+        rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps,
     )
     chosen_rewards = beta * (chosen - ref_chosen.detach())
     rejected_rewards = beta * (rejected - ref_rejected.detach())
@@ -122,9 +137,12 @@ def simpo_loss(
     """SimPO from mean reply log-probabilities (nats per token), one loss per pair; no reference model.
 
     The target margin is `gamma`, or equivalently `beta * gamma_beta_ratio`; 1.0 when neither is given. Raises
-    ValueError when both are given and disagree, and as `dpo_loss` does. Source: Meng et al., arXiv 2405.14734, eq. 6.
+    ValueError when both are given and disagree, and as `dpo_loss` does. Source: Meng et al., arXiv
+    2405.14734, eq. 6.
     """
-    chosen, rejected = _check_pairs(beta, chosen_avg_logps=chosen_avg_logps, rejected_avg_logps=rejected_avg_logps)
+    chosen, rejected = _check_pairs(
+        beta, chosen_avg_logps=chosen_avg_logps, rejected_avg_logps=rejected_avg_logps
+    )
     target = _target_margin(beta, gamma, gamma_beta_ratio)
     losses = _margin_loss(beta * (chosen - rejected) - target, label_smoothing, loss_type)
     return PreferenceOutput(losses, beta * chosen.detach(), beta * rejected.detach())
@@ -136,7 +154,8 @@ def _target_margin(beta: float, gamma: float | None, gamma_beta_ratio: float | N
         return 1.0 if gamma is None else gamma
     if gamma is not None and abs(gamma - beta * gamma_beta_ratio) > 1e-6 * max(1.0, abs(gamma)):
         raise ValueError(
-            f"gamma={gamma} and gamma_beta_ratio={gamma_beta_ratio} disagree: with beta={beta} the ratio means "
+            f"gamma={gamma} and gamma_beta_ratio={gamma_beta_ratio} disagree: with beta={beta} the ratio "
+            "means "
             f"gamma={beta * gamma_beta_ratio}. Give one of them"
         )
     return beta * gamma_beta_ratio
@@ -147,11 +166,13 @@ def reduce_pairs(
 ) -> Float[Tensor, ""]:
     """Mean loss over the pairs where `pair_mask` holds (all by default); exactly 0 when there are none.
 
-    Masked pairs are inert, NaN included. `denominator` (pairs of the whole optimizer step) overrides the local count.
-    Raises ValueError when `pair_mask` has another shape.
+    Masked pairs are inert, NaN included. `denominator` (pairs of the whole optimizer step) overrides the
+    local count. Raises ValueError when `pair_mask` has another shape.
     """
     keep = torch.ones_like(losses, dtype=torch.bool) if pair_mask is None else pair_mask.bool()
     if keep.shape != losses.shape:
-        raise ValueError(f"losses {tuple(losses.shape)} and pair_mask {tuple(keep.shape)} must have one shape")
+        raise ValueError(
+            f"losses {tuple(losses.shape)} and pair_mask {tuple(keep.shape)} must have one shape"
+        )
     count = torch.as_tensor(keep.sum() if denominator is None else denominator, device=losses.device)
     return losses.masked_fill(~keep, 0.0).sum() / count.clamp(min=1)

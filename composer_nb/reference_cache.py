@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ def _digest(model_fingerprint: str, prompt_ids: Sequence[int], answer_ids: Seque
     "SHA-256 over the three lengths, the fingerprint and both lists of ids."
     if not _MODEL.fullmatch(model_fingerprint):
         raise ValueError(
-            f"{model_fingerprint!r} is no model fingerprint: use letters, digits and _, as composer_nb.models.fingerprint gives"
+            f"{model_fingerprint!r} is no model fingerprint: use letters, digits and _, as "
+            "composer_nb.models.fingerprint gives"
         )
     name, ids = model_fingerprint.encode(), [*prompt_ids, *answer_ids]
     lengths = struct.pack("<3Q", len(name), len(prompt_ids), len(answer_ids))
@@ -76,14 +78,15 @@ def _read(path: Path) -> dict[bytes, float]:
     types, shape = (digests.dtype, logprobs.dtype), (logprobs.numel(), 32)
     if types != (torch.uint8, torch.float64) or digests.shape != shape or logprobs.ndim != 1:
         raise ValueError(
-            f"digests are {digests.dtype} {tuple(digests.shape)}, logprobs {logprobs.dtype} {tuple(logprobs.shape)}"
+            f"digests are {digests.dtype} {tuple(digests.shape)}, logprobs {logprobs.dtype} "
+            f"{tuple(logprobs.shape)}"
         )
     if not logprobs.isfinite().all():
         raise ValueError("a log-probability is not finite")
     if facts.get("checksum") != _checksum(path.stem, digests, logprobs):
         raise ValueError(f"written for model {facts.get('model')!r}, or changed since it was written")
     rows = digests.numpy().tobytes()
-    return {rows[i:i + 32]: value for i, value in zip(range(0, len(rows), 32), logprobs.tolist())}
+    return {rows[i : i + 32]: value for i, value in zip(range(0, len(rows), 32), logprobs.tolist())}
 
 # %% ../nbs/training/03_reference_cache.ipynb #ffee7bd4
 def _write(path: Path, entries: dict[bytes, float]) -> None:
@@ -100,7 +103,10 @@ def _load(path: Path) -> dict[bytes, float]:
         return _read(path)
     except ValueError as error:
         aside = path.rename(path.with_name(f"{path.stem}.{secrets.token_hex(4)}.damaged"))
-        warnings.warn(f"{path} is damaged: {error}. It is now {aside.name}; its entries will be scored again", stacklevel=5)
+        warnings.warn(
+            f"{path} is damaged: {error}. It is now {aside.name}; its entries will be scored again",
+            stacklevel=5,
+        )
         return {}
 
 # %% ../nbs/training/03_reference_cache.ipynb #e3210492
@@ -142,11 +148,11 @@ class _Store:
 
 # %% ../nbs/training/03_reference_cache.ipynb #c010-994735
 class ReferenceCache:
-    """Reference log-probabilities (nats, float64) in a folder, one file per model; `get`, `put`, then `flush`.
+    """Reference log-probabilities (nats, float64) in a folder, one file per model.
 
-    `folder` defaults to `references` in `models.cache_dir()`. A file that does not pass its checks is renamed to
-    `*.damaged` with a warning, and its entries are scored again. Raises ValueError for malformed keys and non-finite
-    values, OSError where the folder cannot be written.
+    `get`, `put`, then `flush`. `folder` defaults to `references` in `models.cache_dir()`. A file that does
+    not pass its checks is renamed to `*.damaged` with a warning, and its entries are scored again. Raises
+    ValueError for malformed keys and non-finite values, OSError where the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike | None = None) -> None:
@@ -156,7 +162,9 @@ class ReferenceCache:
 
     @staticmethod
     def key(model_fingerprint: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> str:
-        "The name of one reply's number: the fingerprint, a dash, and 64 hex digits over fingerprint and both lists of ids."
+        """The name of one reply's number: the fingerprint, a dash, and 64 hex digits over fingerprint and
+        both lists of ids.
+        """
         return f"{model_fingerprint}-{_digest(model_fingerprint, prompt_ids, answer_ids).hex()}"
 
     def get(self, keys: Sequence[str]) -> list[float | None]:
@@ -199,7 +207,7 @@ def _scorer(model: nn.Module) -> str:
 _SIDES = ("chosen", "rejected")
 _FLUSH_SECONDS = 5.0
 
-
+# %% ../nbs/training/03_reference_cache.ipynb #e2aa64d9
 def cached_reference_logprobs(
     model: nn.Module,
     pairs: Sequence[DPOPair],
@@ -209,11 +217,12 @@ def cached_reference_logprobs(
     batch_size: int = 8,
     progress: bool = True,
 ) -> list[DPOPair]:
-    """The pairs with both reference log-probabilities (nats, summed over the reply) filled in, in the order they came.
+    """The pairs with both reference log-probabilities (nats, summed over the reply) filled in, in the order
+    they came.
 
-    Only pairs that neither carry them nor are in `cache` reach the model, which is in eval mode meanwhile. Call it under
-    the autocast that training will use. Raises ValueError for `batch_size < 1` and when a score is not finite. A cache
-    folder that cannot be written is a warning: the scores are used all the same.
+    Only pairs that neither carry them nor are in `cache` reach the model, which is in eval mode meanwhile.
+    Call it under the autocast that training will use. Raises ValueError for `batch_size < 1` and when a score
+    is not finite. A cache folder that cannot be written is a warning: the scores are used all the same.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
@@ -221,21 +230,28 @@ def cached_reference_logprobs(
     if not lacking:
         return list(pairs)
     name = "unnamed" if cache is None else _scorer(model)
-    tokens = [[pair_ids(collator.tokenizer, pair, side, **collator.template) for side in _SIDES] for pair in lacking]
+    ids_of = partial(pair_ids, collator.tokenizer, **collator.template)
+    tokens = [[ids_of(pair, side) for side in _SIDES] for pair in lacking]
     keys = [tuple(ReferenceCache.key(name, *ids) for ids in sides) for sides in tokens]
-    lengths = {key: max(len(prompt) + len(answer) for prompt, answer in sides) for key, sides in zip(keys, tokens)}
+    lengths = {key: max(len(x) + len(y) for x, y in sides) for key, sides in zip(keys, tokens)}
     flat = [key for both in keys for key in both]
-    known = {} if cache is None else {key: value for key, value in zip(flat, cache.get(flat)) if value is not None}
+    found = [None] * len(flat) if cache is None else cache.get(flat)
+    known = {key: value for key, value in zip(flat, found) if value is not None}
     unknown = {both: pair for both, pair in zip(keys, lacking) if not known.keys() >= set(both)}
     todo = sorted(unknown, key=lengths.__getitem__, reverse=True)
     with tqdm(total=len(todo), desc="reference log-probs", disable=not (progress and todo)) as bar:
-        known = _score(model, [(both, unknown[both]) for both in todo], collator, cache, batch_size, bar) | known
+        work = [(both, unknown[both]) for both in todo]
+        known = _score(model, work, collator, cache, batch_size, bar) | known
     return _filled(pairs, iter(keys), known)
 
 # %% ../nbs/training/03_reference_cache.ipynb #f3b82bd0
 def _score(
-    model: nn.Module, todo: list[tuple[tuple[str, str], DPOPair]], collator: ComposerDataCollator, cache: ReferenceCache | None,
-    batch_size: int, bar: tqdm,
+    model: nn.Module,
+    todo: list[tuple[tuple[str, str], DPOPair]],
+    collator: ComposerDataCollator,
+    cache: ReferenceCache | None,
+    batch_size: int,
+    bar: tqdm,
 ) -> dict[str, float]:
     "Score pairs in the given order, saving on the way."
     scores: dict[str, float] = {}
@@ -243,7 +259,7 @@ def _score(
     try:
         with eval_mode(model):
             for start in range(0, len(todo), batch_size):
-                chunk = todo[start:start + batch_size]
+                chunk = todo[start : start + batch_size]
                 fresh = _score_batch(model, chunk, collator)
                 scores |= fresh
                 bar.update(len(chunk))
@@ -257,7 +273,7 @@ def _score(
             _save(cache)
     return scores
 
-
+# %% ../nbs/training/03_reference_cache.ipynb #10e94e97
 def _score_batch(
     model: nn.Module, chunk: list[tuple[tuple[str, str], DPOPair]], collator: ComposerDataCollator
 ) -> dict[str, float]:
@@ -269,19 +285,30 @@ def _score_batch(
     for place, side in enumerate(_SIDES):
         for (both, pair), value in zip(chunk, logps[f"dpo_{side}_ref_logprobs"].double().tolist()):
             if not abs(value) < float("inf"):
-                raise ValueError(f"the reference gives the {side} reply of pair {pair.state_id!r} log-probability {value}: look at its weights")
+                raise ValueError(
+                    f"the reference gives the {side} reply of pair {pair.state_id!r} log-probability "
+                    f"{value}: look at its weights"
+                )
             fresh[both[place]] = value
     return fresh
 
 # %% ../nbs/training/03_reference_cache.ipynb #3bab87e4
-def _filled(pairs: Sequence[DPOPair], keys: Iterator[tuple[str, str]], known: dict[str, float]) -> list[DPOPair]:
+def _filled(
+    pairs: Sequence[DPOPair], keys: Iterator[tuple[str, str]], known: dict[str, float]
+) -> list[DPOPair]:
     "What a pair carries already stays; `keys` belong to the pairs that lack something, in order."
     done = []
     for pair in pairs:
         given = {f"{side}_ref_logprob": getattr(pair, f"{side}_ref_logprob") for side in _SIDES}
         if None in given.values():
             scored = map(known.__getitem__, next(keys))
-            pair = replace(pair, **{name: own if own is not None else value for (name, own), value in zip(given.items(), scored)})
+            pair = replace(
+                pair,
+                **{
+                    name: own if own is not None else value
+                    for (name, own), value in zip(given.items(), scored)
+                },
+            )
         done.append(pair)
     return done
 
@@ -291,4 +318,8 @@ def _save(cache: ReferenceCache) -> None:
     try:
         cache.flush()
     except OSError as error:
-        warnings.warn(f"reference log-probs were not saved in {cache.folder} ({error}); the next run will score them again", stacklevel=4)
+        warnings.warn(
+            f"reference log-probs were not saved in {cache.folder} ({error}); the next run will score them "
+            "again",
+            stacklevel=4,
+        )

@@ -24,7 +24,10 @@ __all__ = ['View', 'TeacherKind', 'Kept', 'mix_views', 'SelfTeacher']
 # %% ../nbs/training/04_self_teacher.ipynb #7592f034
 @contextlib.contextmanager
 def _borrowed(student: nn.Module) -> Iterator[None]:
-    "The student in eval mode; afterwards its modes and its `requires_grad` flags (PEFT flips them) are as before."
+    """The student in eval mode.
+
+    Afterwards its modes and its `requires_grad` flags (PEFT flips them) are as before.
+    """
     flags = [(p, p.requires_grad) for p in student.parameters()]
     torch.clear_autocast_cache()
     try:
@@ -38,7 +41,10 @@ def _borrowed(student: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swapped(student: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    "The named parameters hold `values` for a while. Storage is exchanged, never written, so a live graph stays valid."
+    """The named parameters hold `values` for a while.
+
+    Storage is exchanged, never written, so a live graph stays valid.
+    """
     parameters = dict(student.named_parameters())
     own = {name: parameters[name].data for name in values}
     try:
@@ -71,26 +77,33 @@ def _trainable_copy(student: nn.Module) -> dict[str, Tensor]:
 
 def _listed(names: set[str], limit: int = 3) -> str:
     "The first few names, and how many there are."
-    return ", ".join(sorted(names)[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(sorted(names)[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )
 
 # %% ../nbs/training/04_self_teacher.ipynb #d3966a87
 def _require_separable(student: nn.Module) -> None:
     "Switching adapters off must give back the base: whatever else was trained would stay on."
-    prefix = getattr(student.base_model, "prefix", None)  # of the names of adapter parameters: "lora_" for LoRA
+    prefix = getattr(
+        student.base_model, "prefix", None
+    )  # of the names of adapter parameters: "lora_" for LoRA
     if prefix is None:
         return
     switched = (prefix, "modules_to_save", "trainable_tokens")
     trained = {name for name, p in student.named_parameters() if p.requires_grad}
     if others := {name for name in trained if not any(part in name for part in switched)}:
         raise ValueError(
-            f"{_listed(others)} train outside the adapters and stay on when adapters are off, so the base is not the model "
+            f"{_listed(others)} train outside the adapters and stay on when adapters are off, so the base "
+            "is not the model "
             "before training: freeze them (bias='none'), or use teacher='ema' or 'live'"
         )
 
 # %% ../nbs/training/04_self_teacher.ipynb #c1708683
 @dataclass
 class Kept:
-    "What a teacher holds besides the student: a copy of the whole model, or averages of its trainable tensors, or nothing."
+    """What a teacher holds besides the student: a copy of the whole model, or averages of its trainable
+    tensors, or nothing.
+    """
 
     copy: nn.Module | None = None
     average: dict[str, Tensor] = field(default_factory=dict)
@@ -113,7 +126,11 @@ class Kept:
         if self.copy is None:
             return {name: tensor.contiguous() for name, tensor in self.average.items()}
         own = dict(self.copy.named_parameters()) | dict(self.copy.named_buffers())
-        return {name: tensor.detach().contiguous() for name, tensor in self.copy.state_dict().items() if name in own}
+        return {
+            name: tensor.detach().contiguous()
+            for name, tensor in self.copy.state_dict().items()
+            if name in own
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -124,7 +141,10 @@ class Kept:
 # %% ../nbs/training/04_self_teacher.ipynb #838c85b9
 def _check_state(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], same: str) -> None:
     "ValueError names what is missing, unexpected, of another shape, or not finite."
-    for title, names in (("lacks", mine.keys() - state.keys()), ("has unexpected", state.keys() - mine.keys())):
+    for title, names in (
+        ("lacks", mine.keys() - state.keys()),
+        ("has unexpected", state.keys() - mine.keys()),
+    ):
         if names:
             raise ValueError(
                 f"the teacher's checkpoint {title} {_listed(names)}: it must come from a teacher of {same}: "
@@ -133,7 +153,8 @@ def _check_state(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], same: 
     for name, tensor in state.items():
         if tensor.shape != mine[name].shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} in the teacher's checkpoint and {tuple(mine[name].shape)} here: "
+                f"{name} has shape {tuple(tensor.shape)} in the teacher's checkpoint and "
+                f"{tuple(mine[name].shape)} here: "
                 "build the trainer from the model of that run"
             )
         if not torch.isfinite(tensor).all():
@@ -180,10 +201,9 @@ def mix_views(views: Sequence[tuple[float, View]], score: Callable[[nn.Module], 
 
 # %% ../nbs/training/04_self_teacher.ipynb #c006-f3b9ff
 class SelfTeacher:
-    """The weights that score hinted contexts: `views()` or `use()` yield modules in eval mode, `update()` moves an average.
+    """The weights that score hinted contexts: `views()` or `use()` yield modules in eval mode.
 
-    `rate`: step r of the average for `ema`, in (0, 1]; the live model's share for `trust_region`, in [0, 1]. With PEFT
-    `frozen` is the base with adapters off (the start only if they began at zero), `ema` averages what is trainable now.
+    `rate`: step r of the average for `ema`, in (0, 1]; the live share for `trust_region`, in [0, 1].
     """
 
     def __init__(self, student: nn.Module, kind: TeacherKind = "ema", rate: float = 0.05) -> None:
@@ -194,12 +214,13 @@ class SelfTeacher:
     average = property(lambda self: self.kept.average)
 
     def use(self) -> View:
-        "The teacher module, in eval mode. A mixture is no single module: with `trust_region` enter `views()`, or call `mix`."
+        "The teacher module, in eval mode; ValueError for `trust_region`: see `views` and `mix`."
         return _VIEWS[self.kind](self.student, self.kept)
 
     def views(self) -> list[tuple[float, View]]:
-        "Weights that sum to 1 and what to run for each; enter one after the other, each once. A view of weight 0 is left out."
-        shares = {"frozen": 1.0 - self.rate, "live": self.rate} if self.kind == "trust_region" else {self.kind: 1.0}
+        "Weights above 0 that sum to 1 and what to run for each; enter one after the other, each once."
+        mixture = {"frozen": 1.0 - self.rate, "live": self.rate}
+        shares = mixture if self.kind == "trust_region" else {self.kind: 1.0}
         return [(share, _VIEWS[kind](self.student, self.kept)) for kind, share in shares.items() if share > 0]
 
     def mix(self, score: Callable[[nn.Module], Tensor]) -> Tensor:
@@ -212,11 +233,11 @@ class SelfTeacher:
             self.kept.step(self.student, self.rate)
 
     def state_dict(self) -> dict[str, Tensor]:
-        "What a checkpoint must hold: the averaged tensors for `ema`; nothing for the others, rebuilt from the initial model."
+        "What a checkpoint must hold: the averaged tensors for `ema`; the others are rebuilt without."
         return self.kept.tensors() if self.kind == "ema" else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        "Take over a checkpoint's average; ValueError names what is missing, unexpected, of another shape, or not finite."
+        "Take over a checkpoint's average; ValueError names what does not fit."
         _check_state(state, self.state_dict(), _origin(self.student, self.kind))
         self.kept.load(state)
 
@@ -225,11 +246,16 @@ TeacherKind = Literal["live", "frozen", "ema", "trust_region"]
 
 
 def _keep(student: nn.Module, kind: TeacherKind, rate: float) -> Kept:
-    "What a teacher of this kind holds; ValueError for an unknown kind, a rate outside its range, or inseparable adapters."
+    """What a teacher of this kind holds.
+
+    ValueError for an unknown kind, a rate outside its range, or inseparable adapters.
+    """
     if kind not in get_args(TeacherKind):
         raise ValueError(f"unknown teacher {kind!r}; known: {', '.join(get_args(TeacherKind))}")
     if not (0.0 <= rate <= 1.0 and (rate > 0.0 or kind == "trust_region")):
-        raise ValueError(f"teacher_ema_rate must lie in {'[0, 1]' if kind == 'trust_region' else '(0, 1]'}, got {rate}")
+        raise ValueError(
+            f"teacher_ema_rate must lie in {'[0, 1]' if kind == 'trust_region' else '(0, 1]'}, got {rate}"
+        )
     adapters = hasattr(student, "disable_adapter")
     if adapters and kind in ("frozen", "trust_region"):
         _require_separable(student)
@@ -239,12 +265,14 @@ def _keep(student: nn.Module, kind: TeacherKind, rate: float) -> Kept:
 
 
 def _origin(student: nn.Module, kind: TeacherKind) -> str:
-    return f"kind {kind!r} of the same model{' with the same adapters' if hasattr(student, 'disable_adapter') else ''}"
+    adapters = " with the same adapters" if hasattr(student, "disable_adapter") else ""
+    return f"kind {kind!r} of the same model{adapters}"
 
 
 def _no_single_module(student: nn.Module, kept: Kept) -> View:
     raise ValueError(
-        "a trust-region teacher mixes the logits of two models: run each of views() in turn, or call mix(function)"
+        "a trust-region teacher mixes the logits of two models: run each of views() in turn, or call "
+        "mix(function)"
     )
 
 

@@ -61,7 +61,9 @@ from composer_nb.forward import (
 SPECIAL = dict(bos_token_id=1, eos_token_id=2)
 SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, **SPECIAL)  # fmt: skip
 GPT = dict(vocab_size=64, n_embd=16, n_layer=2, n_head=2, **SPECIAL)
-NEOX = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **SPECIAL)
+NEOX = dict(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **SPECIAL
+)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
 SHARING = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
@@ -77,13 +79,19 @@ SHARING = {
     "granite, logits scaling": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
     "qwen3 moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **MOE)),
-    "bloom, alibi": lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, **SPECIAL)),
+    "bloom, alibi": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, **SPECIAL)
+    ),
     "gpt2, absolute, float64": lambda: GPT2LMHeadModel(GPT2Config(**GPT)).double(),
     "gpt neox, float64": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)).double(),
 }
 PLAIN = {
-    "mamba, running state": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)),
-    "lfm2, convolutions": lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])),
+    "mamba, running state": lambda: MambaForCausalLM(
+        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
+    ),
+    "lfm2, convolutions": lambda: Lfm2ForCausalLM(
+        Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
+    ),
 }
 
 
@@ -177,7 +185,9 @@ def test_whatever_the_rows_share_every_token_is_answered(rows, side, extra):
         shared = shared_forward_pass(LLAMA, ids, mask)
         assert len(batch) == sum(max(0, len(row) - 1) for row in rows)
         if len(batch):
-            own = torch.cat([LLAMA(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows if len(row) > 1])
+            own = torch.cat(
+                [LLAMA(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows if len(row) > 1]
+            )
             assert rel(shared.logits(batch, token), own) < 2e-5
             assert torch.equal(project(LLAMA, shared.states_at(batch, token)), shared.logits(batch, token))
 
@@ -259,7 +269,9 @@ def test_only_what_is_needed_is_kept_and_the_rest_is_refused():
     whole, part = shared_forward_pass(LLAMA, ids, mask), shared_forward_pass(LLAMA, ids, mask, needed)
     batch, token = torch.tensor([0, 0, 1, 2]), torch.tensor([8, 10, 9, 10])
     assert torch.equal(part.logits(batch, token), whole.logits(batch, token))
-    assert len(part.states) == 3 + 2 + 1 - 1 < len(whole.states)  # the prefix's last state predicts for two rows
+    assert (
+        len(part.states) == 3 + 2 + 1 - 1 < len(whole.states)
+    )  # the prefix's last state predicts for two rows
     for row, column in ((0, 7), (1, 8), (2, 9)):
         with pytest.raises(ValueError, match=f"row {row}, token {column}: .*needed_from"):
             part.logits(torch.tensor([0, row]), torch.tensor([9, column]))
@@ -275,7 +287,10 @@ def test_first_tokens_and_padding_have_no_predictor(model):
         with pytest.raises(ValueError, match=f"row {row}, token {column}"):
             shared.logits(torch.tensor([row]), torch.tensor([column]))
     assert shared.logits(torch.tensor([1]), torch.tensor([9])).shape == (1, 64)
-    assert shared.logits(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long)).shape == (0, 64)
+    assert shared.logits(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long)).shape == (
+        0,
+        64,
+    )
     with pytest.raises(ValueError, match="needed_from .3,. must hold one column for each of the 2 rows"):
         shared_forward_pass(model, ids, mask, torch.tensor([1, 2, 3]))
 
@@ -332,9 +347,22 @@ class Forgetful(LlamaForCausalLM):
         super().__init__(config)
         inner = self.model.forward
 
-        def forward(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
+        def forward(
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            use_cache=None,
+            **kwargs,
+        ):
             mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-            return inner(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=use_cache, **kwargs)
+            return inner(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=position_ids,
+                use_cache=use_cache,
+                **kwargs,
+            )
 
         self.model.forward = forward
 
@@ -364,7 +392,9 @@ class Cacheless(LlamaForCausalLM):
         inner = self.model.forward
 
         def forward(input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-            return inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+            return inner(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            )
 
         self.model.forward = forward
 
@@ -375,7 +405,13 @@ def test_odd_models_do_not_raise_and_run_plainly(kind):
     ids, mask = padded(grown())
     batch, token = predicted(mask)
     assert head_shortcut(model) and not prefix_shortcut(model)
-    assert rel(shared_forward_pass(model, ids, mask).logits(batch, token), forward_pass(model, ids, mask).logits(batch, token)) == 0
+    assert (
+        rel(
+            shared_forward_pass(model, ids, mask).logits(batch, token),
+            forward_pass(model, ids, mask).logits(batch, token),
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), AttributeError("x"), NotImplementedError("x"), RuntimeError("x")])  # fmt: skip
@@ -495,7 +531,11 @@ LONG = {"rope_type": "longrope", "rope_theta": 10.0, "short_factor": [1.0] * 4, 
 
 @pytest.mark.parametrize("rope, longest", [(DYNAMIC, 16), (LONG, 64)], ids=["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length_are_not_mixed(rope, longest, monkeypatch):
-    model = build(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, max_position_embeddings=longest, rope_parameters=dict(rope))))
+    model = build(
+        lambda: LlamaForCausalLM(
+            LlamaConfig(**SMALL, max_position_embeddings=longest, rope_parameters=dict(rope))
+        )
+    )
     short, long = ([[*range(5, 5 + n), *tail] for tail in ([40, 41], [50, 51, 52])] for n in (9, 15))
     for rows, shares in ((short, True), (long, False)):
         ids, mask = padded(rows)
@@ -505,10 +545,14 @@ def test_frequencies_that_depend_on_the_length_are_not_mixed(rope, longest, monk
         own = model(input_ids=ids, attention_mask=mask).logits[batch, token - 1]
         assert rel(shared.logits(batch, token), own) < 2e-5
     mask_of_tail = torch.ones_like(ids[:, 15:])
-    following = continued_forward_pass(model, ids[:1, :15], mask[:1, :15], ids[:, 15:], mask_of_tail, torch.tensor([0, 0]))
+    following = continued_forward_pass(
+        model, ids[:1, :15], mask[:1, :15], ids[:, 15:], mask_of_tail, torch.tensor([0, 0])
+    )
     assert following.positions == following.plain_positions
     monkeypatch.setattr(prefixes, "_rope_limit", lambda config: float("inf"))
-    assert rel(shared_forward_pass(model, ids, mask).logits(batch, token), own) > 1e-3  # what the guard prevents
+    assert (
+        rel(shared_forward_pass(model, ids, mask).logits(batch, token), own) > 1e-3
+    )  # what the guard prevents
 
 
 @pytest.mark.parametrize(
@@ -542,7 +586,9 @@ def test_adapters_and_wrappers_are_seen_through():
     import peft
 
     base = build(SHARING["llama"])
-    student = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    student = peft.get_peft_model(
+        base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
     ids, mask = padded(grown())
     batch, token = predicted(mask)
     wrapped = nn.Module()
@@ -582,7 +628,11 @@ def continued(model, prefixes, suffixes, owner, side="right", other="right"):
     return encoded, encoded.logits(batch, token), torch.cat(own)
 
 
-PREFIXES, SUFFIXES, OWNER = [[*range(5, 14)], [20], [30, 31, 32, 33]], [[40, 41], [50], [40, 41, 42], [], [7]], [0, 1, 0, 2, 2]
+PREFIXES, SUFFIXES, OWNER = (
+    [[*range(5, 14)], [20], [30, 31, 32, 33]],
+    [[40, 41], [50], [40, 41, 42], [], [7]],
+    [0, 1, 0, 2, 2],
+)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

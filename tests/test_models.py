@@ -1,6 +1,5 @@
 """load_model: what it loads, and what it says when it cannot."""
 
-
 import pytest
 import tiny
 import torch
@@ -41,7 +40,9 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name, says", [("./no/such/folder", "no folder"), ("owner/unreachable-model", "smollm2-135m")])
+@pytest.mark.parametrize(
+    "name, says", [("./no/such/folder", "no folder"), ("owner/unreachable-model", "smollm2-135m")]
+)
 def test_a_name_that_leads_nowhere_says_what_to_do(name, says):
     with pytest.raises(OSError, match=says):
         load_model(name)
@@ -96,7 +97,9 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 def test_a_cache_in_the_old_place_goes_on_being_used(monkeypatch, tmp_path):
     monkeypatch.delenv("COMPOSER_NB_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "before"))
-    monkeypatch.setattr(models.platformdirs, "user_cache_dir", lambda name, appauthor: str(tmp_path / "now" / name))
+    monkeypatch.setattr(
+        models.platformdirs, "user_cache_dir", lambda name, appauthor: str(tmp_path / "now" / name)
+    )
     assert models.cache_dir() == tmp_path / "now" / "composer_nb"
     (tmp_path / "before" / "composer_nb").mkdir(parents=True)
     assert models.cache_dir() == tmp_path / "before" / "composer_nb"

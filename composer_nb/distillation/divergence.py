@@ -30,9 +30,11 @@ def generalized_jsd(
     *,
     entry_clip: float | None = None,
 ) -> Float[Tensor, "..."]:
-    """Divergence D_beta in nats over the last axis, from log-probs (0: KL(T||S), 1: KL(S||T), between: JSD mixture).
+    """Divergence D_beta in nats over the last axis, from log-probs (0: KL(T||S), 1: KL(S||T), between: JSD
+    mixture).
 
-    `entry_clip` caps each vocabulary entry before the sum, as OPSD's paper does; the result is then no divergence.
+    `entry_clip` caps each vocabulary entry before the sum, as OPSD's paper does; the result is then no
+    divergence.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}: 0 is KL(T||S), 1 is KL(S||T)")
@@ -64,7 +66,8 @@ def restrict(
     """
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
-            f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} must be scored on the same tokens"
+            f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} must be "
+            "scored on the same tokens"
         )
     s, t = widen(student_logits).log_softmax(-1), widen(teacher_logits).log_softmax(-1)
     if top_k is None:
@@ -87,7 +90,10 @@ def _with_tail(logp: Float[Tensor, "... K"]) -> Float[Tensor, "... K+1"]:
 def sampled_reverse_kl(
     student_logp: Float[Tensor, "..."], teacher_logp: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    "Per-token surrogate from log-probs of the sampled tokens; its gradient is a one-sample estimate of that of KL(S||T)."
+    """Per-token surrogate from log-probs of the sampled tokens.
+
+    Its gradient is a one-sample estimate of that of KL(S||T).
+    """
     return (student_logp - teacher_logp).detach() * student_logp
 
 # %% ../../nbs/kernels/03_divergence.ipynb #c023-dd3316
@@ -122,10 +128,10 @@ def _scored(logits: Tensor, labels: Tensor | None, mask: Tensor | None, sample_m
 class DivergenceOptions:
     """What a distillation loss may be asked for besides direction, temperature and the clip of a token.
 
-    The support: `top_k` entries of one side (`top_k_source`), with or without a `tail` bucket; `entry_clip` caps each
-    vocabulary entry before the sum; `sampled` uses only the sampled tokens (beta 1). The batch: `old_logprobs` (B, T) with
-    `is_cap` add the truncated importance weight, `sample_mask` (B,) drops whole rows. The mean: `reduction` and
-    `denominator` as for `core.reduce_tokens`.
+    The support: `top_k` entries of one side (`top_k_source`), with or without a `tail` bucket; `entry_clip`
+    caps each vocabulary entry before the sum; `sampled` uses only the sampled tokens (beta 1). The batch:
+    `old_logprobs` (B, T) with `is_cap` add the truncated importance weight, `sample_mask` (B,) drops whole
+    rows. The mean: `reduction` and `denominator` as for `core.reduce_tokens`.
     """
 
     top_k: int | None = None
@@ -140,7 +146,9 @@ class DivergenceOptions:
     denominator: float | Tensor | None = None
 
 # %% ../../nbs/kernels/03_divergence.ipynb #1ebb89a2
-def _row_divergence(s: Tensor, t: Tensor, ids: Tensor | None, beta: float, options: DivergenceOptions) -> Float[Tensor, " N"]:
+def _row_divergence(
+    s: Tensor, t: Tensor, ids: Tensor | None, beta: float, options: DivergenceOptions
+) -> Float[Tensor, " N"]:
     "Divergence of each scored row, in the variant that the options name."
     if options.sampled:
         return _sampled_loss(s, t, ids, beta)
@@ -168,11 +176,12 @@ def generalized_jsd_loss(
     options: DivergenceOptions | None = None,
     **keywords: Any,
 ) -> Float[Tensor, ""]:
-    """Distillation loss in nats per scored token. Logits at position t must already be those that predict `labels[:, t]`.
+    """Distillation loss in nats per scored token.
 
-    `temperature` divides both sides; `token_clip` caps each token's divergence after the sum; `weight` multiplies it,
-    detached. `keywords` are fields of `DivergenceOptions` and win over `options`; an unknown one raises TypeError.
-    Gradient flows into `student_logits` only.
+    Logits at position t must already be those that predict `labels[:, t]`. `temperature` divides both sides;
+    `token_clip` caps each token's divergence after the sum; `weight` multiplies it, detached. `keywords` are
+    fields of `DivergenceOptions` and win over `options`; an unknown one raises TypeError. Gradient flows into
+    `student_logits` only.
     """
     chosen = replace(options or DivergenceOptions(), **keywords)
     _check_logits(student_logits, teacher_logits, temperature)
@@ -186,7 +195,9 @@ def generalized_jsd_loss(
     if chosen.is_cap is not None:
         if chosen.old_logprobs is None or ids is None:
             raise ValueError("is_cap needs both old_logprobs and labels (the tokens that were sampled)")
-        per_token = per_token * importance_weight(token_logprobs(s, ids), chosen.old_logprobs[scored], chosen.is_cap)
+        per_token = per_token * importance_weight(
+            token_logprobs(s, ids), chosen.old_logprobs[scored], chosen.is_cap
+        )
     if weight is not None:
         per_token = per_token * weight[scored].detach()
     grid = per_token.new_zeros(scored.shape).masked_scatter(scored, per_token)
@@ -197,4 +208,7 @@ def _check_logits(student: Tensor, teacher: Tensor, temperature: float) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if student.shape != teacher.shape:
-        raise ValueError(f"student {tuple(student.shape)} and teacher {tuple(teacher.shape)} must be scored on the same tokens")
+        raise ValueError(
+            f"student {tuple(student.shape)} and teacher {tuple(teacher.shape)} must be scored on the same "
+            "tokens"
+        )

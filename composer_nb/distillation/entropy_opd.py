@@ -20,7 +20,10 @@ __all__ = ['entropy_aware_opd_loss', 'teacher_entropy', 'entropy_gate', 'eopd_lo
 
 # %% ../../nbs/kernels/06_entropy_opd.ipynb #c006-3d0ebe
 def teacher_entropy(teacher_logits: Float[Tensor, "... V"]) -> Float[Tensor, "..."]:
-    "Entropy in nats of the teacher over its full vocabulary, detached; forbidden tokens (logit -inf) count as probability 0."
+    """Entropy in nats of the teacher over its full vocabulary, detached.
+
+    Forbidden tokens (logit -inf) count as probability 0.
+    """
     return entropy(widen(teacher_logits.detach()).clamp(min=LOG_FLOOR)).clamp(min=0.0)
 
 
@@ -39,14 +42,17 @@ def eopd_loss(
     coef: float = 1.0,
     denominator: float | Tensor | None = None,
 ) -> Float[Tensor, ""]:
-    """Entropy-Aware OPD's extra term (nats per scored token): forward KL on the teacher's top k where H(T) >= threshold.
+    """Entropy-Aware OPD's extra term (nats per scored token): forward KL on the teacher's top k where H(T) >=
+    threshold.
 
-    The algorithm's base, a policy-gradient reverse KL on all tokens, is `policy.reference_kl_loss`; add the two. A
-    `top_k` beyond the vocabulary means all of it. Raises ValueError for `top_k < 1`, a NaN threshold or unequal
-    shapes. Source: arXiv 2603.07079, second-hand.
+    The algorithm's base, a policy-gradient reverse KL on all tokens, is `policy.reference_kl_loss`; add the
+    two. A `top_k` beyond the vocabulary means all of it. Raises ValueError for `top_k < 1`, a NaN threshold
+    or unequal shapes. Source: arXiv 2603.07079, second-hand.
     """
     if top_k < 1 or math.isnan(entropy_threshold):
-        raise ValueError(f"top_k={top_k}, entropy_threshold={entropy_threshold}: need top_k >= 1 and a threshold in nats")
+        raise ValueError(
+            f"top_k={top_k}, entropy_threshold={entropy_threshold}: need top_k >= 1 and a threshold in nats"
+        )
     student, teacher = scored_logits(student_logits, teacher_logits, mask)
     student, teacher_logp = student.log_softmax(-1), teacher.log_softmax(-1)
     gate = entropy_gate(teacher, entropy_threshold)
@@ -63,17 +69,20 @@ def entropy_blend_loss(
     h_max: float | None = None,
     denominator: float | Tensor | None = None,
 ) -> Float[Tensor, ""]:
-    """Forward and reverse KL (nats per scored token) mixed per token by the teacher's entropy over `h_max` (log V).
+    """Forward and reverse KL (nats per scored token) mixed per token by the teacher's entropy over `h_max`
+    (log V).
 
-    Not the published Entropy-Aware OPD (that is `eopd_loss`). Raises ValueError for
-    `h_max <= 0` or unequal shapes.
+    Not the published Entropy-Aware OPD (that is `eopd_loss`). Raises ValueError for `h_max <= 0` or unequal
+    shapes.
     """
     if h_max is not None and not h_max > 0:
         raise ValueError(
             f"h_max is {h_max}; it is the entropy in nats at which the blend is all forward KL, and positive"
         )
     student, teacher = scored_logits(student_logits, teacher_logits, mask)
-    weight = (teacher_entropy(teacher) / (math.log(teacher.shape[-1]) if h_max is None else h_max)).clamp(0.0, 1.0)
+    weight = (teacher_entropy(teacher) / (math.log(teacher.shape[-1]) if h_max is None else h_max)).clamp(
+        0.0, 1.0
+    )
     s, t = student.log_softmax(-1), teacher.log_softmax(-1)
     per_token = weight * generalized_jsd(s, t, beta=0.0) + (1 - weight) * generalized_jsd(s, t, beta=1.0)
     return mean_over_scored(per_token, denominator)

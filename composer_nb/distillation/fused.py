@@ -24,7 +24,10 @@ __all__ = ['RowWeight', 'Head', 'View', 'Step', 'divergence_step', 'autograd_ste
 # %% ../../nbs/kernels/04_fused.ipynb #c007-b601e6
 @dataclass(frozen=True)
 class Head:
-    "A language-model head with logits `cap * tanh(scale * (h W^T + b) / cap)`; no cap where `softcap` is None."
+    """A language-model head with logits `cap * tanh(scale * (h W^T + b) / cap)`.
+
+    No cap where `softcap` is None.
+    """
 
     weight: Float[Tensor, "V D"]
     bias: Float[Tensor, " V"] | None = None
@@ -46,12 +49,17 @@ class Head:
 
     def detach(self) -> Head:
         "The same memory without gradient, as it is now."
-        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+        return replace(
+            self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach()
+        )
 
-
+# %% ../../nbs/kernels/04_fused.ipynb #0dcdb4b3
 @dataclass(frozen=True)
 class View:
-    "Hidden states and the head that reads them. Several teachers mix their *logits* by `share` (a trust region is two)."
+    """Hidden states and the head that reads them.
+
+    Several teachers mix their *logits* by `share` (a trust region is two).
+    """
 
     hidden: Float[Tensor, "N D"]
     head: Head
@@ -66,7 +74,9 @@ def _powers(out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dot(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
-    "Row-wise inner products, (rows, 1), summed pairwise: a running sum in fp32 over a whole vocabulary loses digits."
+    """Row-wise inner products, (rows, 1), summed pairwise: a running sum in fp32 over a whole vocabulary
+    loses digits.
+    """
     return torch.mul(a, b, out=room).sum(-1, keepdim=True)
 
 # %% ../../nbs/kernels/04_fused.ipynb #dbaa95c2
@@ -103,7 +113,10 @@ _BLOCK = 3 * 2**16  # logits worked on at a time: a few MiB with the scratch, wh
 
 @dataclass(frozen=True)
 class Step:
-    "`run(student_logits, teacher_logits, rows)`: sum of the loss, factor per row or None; logits come multiplied by `scale`."
+    """`run(student_logits, teacher_logits, rows)`: sum of the loss, factor per row or None.
+
+    Logits come multiplied by `scale`.
+    """
 
     run: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
     scale: float = 1.0
@@ -112,9 +125,11 @@ class Step:
 def divergence_step(
     beta: float, temperature: float = 1.0, token_clip: float | None = None, weight: RowWeight | None = None
 ) -> Step:
-    """Closed-form step for the sum over rows of `weight * min(D_beta, token_clip)`, logits divided by `temperature`.
+    """Closed-form step for the sum over rows of `weight * min(D_beta, token_clip)`, logits divided by
+    `temperature`.
 
-    `weight(student_logits, teacher_logits, rows)` gives one number per row from logits not yet divided, or None for all 1.
+    `weight(student_logits, teacher_logits, rows)` gives one number per row from logits not yet divided, or
+    None for all 1.
     """
     scale = 1.0 / (math.log(2) * temperature)
 
@@ -124,7 +139,9 @@ def divergence_step(
         height = len(s) if s.is_cuda else min(len(s), max(1, _BLOCK // s.shape[1]))
         scratch = s.new_empty(3, height, s.shape[1])
         tops = range(0, len(s), height)
-        blocks = [_divergence_rows(s[top:top + height], t[top:top + height], beta, scratch) for top in tops]
+        blocks = [
+            _divergence_rows(s[top : top + height], t[top : top + height], beta, scratch) for top in tops
+        ]
         values, factor = (torch.cat(column) for column in zip(*blocks))
         factor *= weights / temperature
         if token_clip is None:
@@ -135,7 +152,10 @@ def divergence_step(
 
 # %% ../../nbs/kernels/04_fused.ipynb #f0fd35a5
 def autograd_step(chunk_loss: Callable[[Tensor, Tensor, slice], Tensor]) -> Step:
-    "A step from any sum over rows `chunk_loss(student_logits, teacher_logits, rows)`; autograd inside the chunk."
+    """A step from any sum over rows `chunk_loss(student_logits, teacher_logits, rows)`.
+
+    Autograd inside the chunk.
+    """
 
     def run(s: Tensor, t: Tensor, rows: slice) -> tuple[Tensor, None]:
         logits = s.detach().requires_grad_()
@@ -178,12 +198,17 @@ def _hidden_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
         return _wide_product(gradient.to(weight.dtype), weight, gradient.dtype)
     out = gradient.new_zeros(len(gradient), weight.shape[1])
     for top in range(0, len(weight), _VOCAB_BLOCK):
-        out.addmm_(gradient[:, top:top + _VOCAB_BLOCK], weight[top:top + _VOCAB_BLOCK].to(gradient.dtype))
+        out.addmm_(gradient[:, top : top + _VOCAB_BLOCK], weight[top : top + _VOCAB_BLOCK].to(gradient.dtype))
     return out
 
 
-def _add_weight_gradient(total: Tensor, gradient: Tensor, hidden: Tensor, factor: Tensor | float, fresh: bool) -> None:
-    "total (V, D) += (factor * gradient).T @ hidden, accumulated in total's type; `fresh` overwrites what is there."
+def _add_weight_gradient(
+    total: Tensor, gradient: Tensor, hidden: Tensor, factor: Tensor | float, fresh: bool
+) -> None:
+    """total (V, D) += (factor * gradient).T @ hidden, accumulated in total's type.
+
+    `fresh` overwrites what is there.
+    """
     if hidden.dtype != total.dtype and total.is_cuda:
         product = _wide_product((gradient * factor).to(hidden.dtype).t(), hidden, total.dtype)
         total.copy_(product) if fresh else total.add_(product)
@@ -198,7 +223,9 @@ def _logits_into(out: Tensor, hidden: Tensor, head: Head, scale: float) -> None:
     if plain:
         return
     if head.bias is not None:
-        out.add_(head.bias * head.scale).clamp_(min=-1e4)  # a bias of -inf forbids a token: keep its log finite
+        out.add_(head.bias * head.scale).clamp_(
+            min=-1e4
+        )  # a bias of -inf forbids a token: keep its log finite
     if head.softcap is not None:
         out.div_(head.softcap).tanh_().mul_(head.softcap)
     out.mul_(scale)
@@ -210,15 +237,24 @@ def _slope(logits: Tensor, head: Head, scale: float) -> Tensor:
 
 # %% ../../nbs/kernels/04_fused.ipynb #68319c5c
 class _Gradients:
-    "Room for the gradients of hidden states, weight and bias, each only if it is wanted; filled chunk by chunk."
+    """Room for the gradients of hidden states, weight and bias, each only if it is wanted.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool, bool]) -> None:
+    Filled chunk by chunk.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool, bool]
+    ) -> None:
         wide = wide_dtype(weight.dtype)
         self.hidden = torch.empty_like(hidden) if wants[0] else None
-        self.weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=wide) if wants[1] else None
+        self.weight = (
+            (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=wide) if wants[1] else None
+        )
         self.bias = torch.zeros_like(bias, dtype=wide) if wants[2] else None
 
-    def add(self, logits: Tensor, weight: Tensor, hidden: Tensor, rows: slice, factor: Tensor | float) -> None:
+    def add(
+        self, logits: Tensor, weight: Tensor, hidden: Tensor, rows: slice, factor: Tensor | float
+    ) -> None:
         "Take over a chunk's gradient of the logits, which still lacks `factor`; spoils it."
         if self.hidden is not None:
             self.hidden[rows] = _hidden_gradient(logits, weight).mul_(factor)
@@ -238,13 +274,13 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, teachers: Sequence[View], step: Step,
-        count: Tensor, chunk: int, wants: tuple[bool, bool, bool],
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, teachers: Sequence[View],
+        step: Step, count: Tensor, chunk: int, wants: tuple[bool, bool, bool],
     ) -> Tensor:
         wide = wide_dtype(weight.dtype)
         read = _reader(head, teachers, step.scale, hidden.new_empty(0, dtype=wide), min(chunk, len(hidden)))
         gradients = _Gradients(hidden, weight, bias, wants)
-        total = torch.zeros((), dtype=torch.float64 if hidden.device.type == "cpu" else wide, device=hidden.device)
+        total = hidden.new_zeros((), dtype=torch.float64 if hidden.device.type == "cpu" else wide)
         for top in range(0, len(hidden), chunk):
             rows = slice(top, min(top + chunk, len(hidden)))
             s, t = read(hidden[rows], rows)
@@ -253,7 +289,8 @@ class _Stream(torch.autograd.Function):
             total += part
             if slope is not None:
                 s.mul_(slope)
-            gradients.add(s, weight, hidden, rows, (head.scale if factor is None else factor * head.scale) / count)
+            factor = (head.scale if factor is None else factor * head.scale) / count
+            gradients.add(s, weight, hidden, rows, factor)
         ctx.save_for_backward(*gradients.as_parameters(weight, bias))
         return (total / count).to(wide)
 
@@ -261,16 +298,19 @@ class _Stream(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "the fused divergence has no second derivative: leave out create_graph, or use generalized_jsd_loss on logits"
+                "the fused divergence has no second derivative: leave out create_graph, or use "
+                "generalized_jsd_loss on logits"
             )
-        same = scale.device.type == "cpu" and scale.item() == 1.0  # then the gradients go out as they are, without a copy
+        same = scale.device.type == "cpu" and scale.item() == 1.0  # then no gradient needs a copy
         return (*(g if g is None or same else g * scale.to(g.dtype) for g in ctx.saved_tensors), *[None] * 6)
 
 # %% ../../nbs/kernels/04_fused.ipynb #4c35c9a9
 def _reader(
     head: Head, teachers: Sequence[View], scale: float, like: Tensor, height: int
 ) -> Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]:
-    "A function from rows to their student and mixed teacher logits, in buffers that are used again for the next rows."
+    """A function from rows to their student and mixed teacher logits, in buffers that are used again for the
+    next rows.
+    """
     shared = len(teachers) == 1 and teachers[0].head.reads_like(head) and teachers[0].share == 1.0
     room = like.new_empty((1 + bool(teachers), height, len(head.weight)))
 
@@ -312,15 +352,21 @@ def streamed_loss(
 ) -> Float[Tensor, ""]:
     """Sum of `step` over chunks of rows, divided by `denominator` (default: the number of rows, at least 1).
 
-    Gradients flow into the student's hidden states, head weight and bias, each only if it requires one. Raises
-    ValueError when rows or vocabularies differ, and RuntimeError when a second derivative is asked for.
+    Gradients flow into the student's hidden states, head weight and bias, each only if it requires one.
+    Raises ValueError when rows or vocabularies differ, and RuntimeError when a second derivative is asked
+    for.
     """
     teachers = [teachers] if isinstance(teachers, View) else list(teachers)
     _check_views(student, teachers)
     head, hidden = student.head, student.hidden.to(student.head.weight.dtype)
-    wants = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, head.weight, head.bias))
+    wants = tuple(
+        torch.is_grad_enabled() and x is not None and x.requires_grad
+        for x in (hidden, head.weight, head.bias)
+    )
     views = [View(view.hidden.detach(), view.head, view.share) for view in teachers]
-    count = torch.as_tensor(len(hidden) if denominator is None else denominator, device=hidden.device).clamp(min=1)
+    count = torch.as_tensor(len(hidden) if denominator is None else denominator, device=hidden.device).clamp(
+        min=1
+    )
     count = count.to(wide_dtype(head.weight.dtype))
     height = chunk or chunk_rows(len(hidden), len(head.weight))
     with torch.autocast(hidden.device.type, enabled=False):
@@ -333,7 +379,8 @@ def _check_views(student: View, teachers: Sequence[View]) -> None:
     for view in teachers:
         if (other := (len(view.hidden), len(view.head.weight))) != own:
             raise ValueError(
-                f"student and teacher need the same rows and vocabulary: {own[0]} rows of {own[1]} against {other[0]} of {other[1]}"
+                f"student and teacher need the same rows and vocabulary: {own[0]} rows of {own[1]} against "
+                f"{other[0]} of {other[1]}"
             )
 
 # %% ../../nbs/kernels/04_fused.ipynb #fa6416e3
@@ -350,15 +397,18 @@ def fused_divergence_loss(
 ) -> Float[Tensor, ""]:
     """Mean divergence D_beta in nats per row, as `generalized_jsd_loss` on full logits, without full logits.
 
-    Rows are scored positions, already gathered. `weight` (N,) multiplies rows and is not differentiated. Raises
-    ValueError for `beta` outside [0, 1], a temperature that is not positive, or a `weight` of another length.
+    Rows are scored positions, already gathered. `weight` (N,) multiplies rows and is not differentiated.
+    Raises ValueError for `beta` outside [0, 1], a temperature that is not positive, or a `weight` of another
+    length.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}: 0 is KL(T||S), 1 is KL(S||T)")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if weight is not None and weight.shape != student.hidden.shape[:1]:
-        raise ValueError(f"weight {tuple(weight.shape)} must give one number for each of the {len(student.hidden)} rows")
+        raise ValueError(
+            f"weight {tuple(weight.shape)} must give one number for each of the {len(student.hidden)} rows"
+        )
     row_weight = None if weight is None else lambda s, t, rows: weight.detach()[rows]
     step = divergence_step(beta, temperature, token_clip, row_weight)
     return streamed_loss(student, teachers, step, denominator=denominator, chunk=chunk)

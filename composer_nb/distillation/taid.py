@@ -23,7 +23,10 @@ __all__ = ['scored_logits', 'mean_over_scored', 'taid_loss', 'TAIDSettings', 'TA
 def scored_logits(
     student_logits: Float[Tensor, "B T V"], teacher_logits: Float[Tensor, "B T V"], mask: Tensor
 ) -> tuple[Float[Tensor, "N V"], Float[Tensor, "N V"]]:
-    "Scored rows of both sides, in fp32 or wider and finite; the teacher's detached. Raises ValueError on unequal shapes."
+    """Scored rows of both sides, in fp32 or wider and finite; the teacher's detached.
+
+    Raises ValueError on unequal shapes.
+    """
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
             f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} "
@@ -34,7 +37,9 @@ def scored_logits(
     return student, teacher
 
 
-def mean_over_scored(per_token: Float[Tensor, " N"], denominator: float | Tensor | None = None) -> Float[Tensor, ""]:
+def mean_over_scored(
+    per_token: Float[Tensor, " N"], denominator: float | Tensor | None = None
+) -> Float[Tensor, ""]:
     "Mean over the scored tokens, or their sum over `denominator`; 0 with zero gradient when there are none."
     row = per_token.unsqueeze(0)
     return reduce_tokens(row, torch.ones_like(row, dtype=torch.bool), denominator=denominator)
@@ -48,15 +53,18 @@ def taid_loss(
     *,
     denominator: float | Tensor | None = None,
 ) -> Float[Tensor, ""]:
-    """Cross-entropy (nats per scored token) of the student to the target `t` of the way from itself to the teacher.
+    """Cross-entropy (nats per scored token) of the student to the target `t` of the way from itself to the
+    teacher.
 
-    At t = 0 the gradient is zero and the value is the student's entropy; at t = 1 it is cross-entropy to the teacher.
-    Raises ValueError for `t` outside [0, 1] (NaN included) or unequal shapes. Source: SakanaAI/TAID, arXiv 2501.16937.
+    At t = 0 the gradient is zero and the value is the student's entropy; at t = 1 it is cross-entropy to the
+    teacher. Raises ValueError for `t` outside [0, 1] (NaN included) or unequal shapes. Source: SakanaAI/TAID,
+    arXiv 2501.16937.
     """
     t = float(t)
     if not 0.0 <= t <= 1.0:
         raise ValueError(
-            f"t is {t}; it is the share of the way to the teacher and lies in [0, 1] (take it from TAIDScheduler.t)"
+            f"t is {t}; it is the share of the way to the teacher and lies in [0, 1] (take it from "
+            "TAIDScheduler.t)"
         )
     student, teacher = scored_logits(student_logits, teacher_logits, mask)
     target = ((1 - t) * student.detach() + t * teacher).softmax(-1)
@@ -76,9 +84,13 @@ class TAIDSettings:
 
     def __post_init__(self) -> None:
         if self.num_train_steps < 1:
-            raise ValueError(f"num_train_steps is {self.num_train_steps}; pass the number of optimizer steps of the run")
+            raise ValueError(
+                f"num_train_steps is {self.num_train_steps}; pass the number of optimizer steps of the run"
+            )
         if not 0.0 <= self.t_start <= self.t_end <= 1.0:
-            raise ValueError(f"need 0 <= t_start <= t_end <= 1, got t_start={self.t_start}, t_end={self.t_end}")
+            raise ValueError(
+                f"need 0 <= t_start <= t_end <= 1, got t_start={self.t_start}, t_end={self.t_end}"
+            )
         if not (self.alpha >= 0.0 and 0.0 <= self.beta < 1.0):
             raise ValueError(f"need alpha >= 0 and 0 <= beta < 1, got alpha={self.alpha}, beta={self.beta}")
 
@@ -114,16 +126,16 @@ class TAIDState:
 
 # %% ../../nbs/kernels/05_taid.ipynb #c016-baab00
 class TAIDScheduler:
-    """TAID's interpolation weight over training. Read `.t` for the loss, then call `update_t` once per optimizer step.
+    """TAID's interpolation weight over training.
 
-    Never call `update_t` from validation: the weight would follow the evaluation loss (upstream's does). Arguments are
-    those of `TAIDSettings`. Warns when the run is too short for the adaptive part to act. Source: SakanaAI/TAID,
-    arXiv 2501.16937.
+    Read `.t` for the loss, then call `update_t` once per optimizer step. Never call `update_t` from
+    validation: the weight would follow the evaluation loss (upstream's does). Takes what `TAIDSettings` does;
+    warns when the run is too short for the adaptive part. Source: arXiv 2501.16937.
     """
 
     def __init__(
-        self, num_train_steps: int, t_start: float = 0.4, t_end: float = 1.0, alpha: float = 5e-4, beta: float = 0.99,
-        disable_adaptive: bool = False,
+        self, num_train_steps: int, t_start: float = 0.4, t_end: float = 1.0, alpha: float = 5e-4,
+        beta: float = 0.99, disable_adaptive: bool = False,
     ) -> None:
         self.settings = TAIDSettings(num_train_steps, t_start, t_end, alpha, beta, disable_adaptive)
         self.state = TAIDState(t_start)
@@ -137,12 +149,11 @@ class TAIDScheduler:
     def update_t(self, loss: float | Tensor, *, global_step: int) -> float | None:
         """Advance `.t` after the training loss of `global_step`; returns the adaptive increment.
 
-        The first call only remembers the loss and returns None. Raises ValueError for a loss that is not finite.
+        The first call only remembers the loss and returns None. Raises ValueError for a loss that is not
+        finite.
         """
-        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        if not math.isfinite(loss):
-            raise ValueError(f"loss is {loss} at global_step {global_step}; skip the update, it would stay in the momentum")
-        self.state, delta = self.state.after(loss, global_step, self.settings)
+        value = _finite(loss, global_step)
+        self.state, delta = self.state.after(value, global_step, self.settings)
         return delta
 
     def state_dict(self) -> dict[str, float | None]:
@@ -156,9 +167,19 @@ class TAIDScheduler:
 # %% ../../nbs/kernels/05_taid.ipynb #e6895ba5
 def _too_short(settings: TAIDSettings) -> str:
     return (
-        f"num_train_steps={settings.num_train_steps}: below about {settings.adaptive_from:.0f} steps the adaptive part of "
+        f"num_train_steps={settings.num_train_steps}: below about {settings.adaptive_from:.0f} steps the "
+        "adaptive part of "
         "TAID cannot overtake the straight line; pass disable_adaptive=True to say that you mean the line"
     )
+
+
+def _finite(loss: float | Tensor, global_step: int) -> float:
+    loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"loss is {loss} at global_step {global_step}; skip the update, it would stay in the momentum"
+        )
+    return loss
 
 
 def _as_state(state: dict[str, float | None]) -> TAIDState:

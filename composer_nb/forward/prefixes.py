@@ -16,14 +16,23 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .states import causal_lm, eval_mode, forward_pass, head_shortcut, project, require_states, run_body
+from composer_nb.forward.states import (
+    causal_lm,
+    eval_mode,
+    forward_pass,
+    head_shortcut,
+    project,
+    require_states,
+    run_body,
+)
 
 # %% auto #0
 __all__ = ['SharedEncoded', 'encode_continuations', 'run_from_prefix', 'prefix_shortcut', 'can_continue', 'SharedForwardPass',
            'continued_forward_pass']
 
 # %% ../../nbs/kernels/10_prefixes.ipynb #c012-4bdb1d
-_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)  # rows can be selected, and autograd can follow the contents
+# rows can be selected, and autograd can follow the contents
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def _select_rows(cache: Cache, rows: Int[Tensor, "R"]) -> Cache:
@@ -36,9 +45,16 @@ def _select_rows(cache: Cache, rows: Int[Tensor, "R"]) -> Cache:
 
 
 def run_from_prefix(
-    body: nn.Module, prefix: Tensor, prefix_mask: Tensor, suffix: Tensor, suffix_mask: Tensor, owner: Int[Tensor, "R"]
+    body: nn.Module,
+    prefix: Tensor,
+    prefix_mask: Tensor,
+    suffix: Tensor,
+    suffix_mask: Tensor,
+    owner: Int[Tensor, "R"],
 ) -> tuple[Float[Tensor, "P Lp D"], Float[Tensor, "R Ls D"]]:
-    "States of left-padded prefixes, run once, and of right-padded suffixes that go on from prefix `owner[row]`."
+    """States of left-padded prefixes, run once, and of right-padded suffixes that go on from prefix
+    `owner[row]`.
+    """
     first = run_body(body, prefix, prefix_mask, use_cache=True)
     cache = _select_rows(first.past_key_values, owner)
     mask = torch.cat([prefix_mask[owner], suffix_mask], dim=1)
@@ -55,7 +71,10 @@ def _check_prefix(lm: nn.Module) -> bool:
         prefix, prefix_mask, suffix, suffix_mask, owner = _probe(lm)
         with torch.no_grad(), eval_mode(lm), torch.autocast(prefix.device.type, enabled=False):
             first, rest = run_from_prefix(lm.base_model, prefix, prefix_mask, suffix, suffix_mask, owner)
-            ids, mask = torch.cat([prefix[owner], suffix], dim=1), torch.cat([prefix_mask[owner], suffix_mask], dim=1)
+            ids, mask = (
+                torch.cat([prefix[owner], suffix], dim=1),
+                torch.cat([prefix_mask[owner], suffix_mask], dim=1),
+            )
             plain = forward_pass(lm, ids, mask).states
         real = mask.bool()
         return _agree(torch.cat([first[owner], rest], dim=1)[real], plain[real])
@@ -90,10 +109,11 @@ _PREFIX: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 
 def prefix_shortcut(model: nn.Module) -> bool:
-    """Whether continuing from a cached prefix gives this model's own hidden states; checked once and remembered.
+    """Whether continuing from a cached prefix gives this model's own hidden states.
 
-    False where the head shortcut fails, the body takes no `past_key_values`, its cache cannot be repeated over rows, or
-    (looked at in each call) gradient checkpointing is active. Never raises for an odd model; out of memory does raise.
+    Checked once and remembered. False where the head shortcut fails, the body takes no `past_key_values`, its
+    cache cannot be repeated over rows, or (looked at in each call) gradient checkpointing is active. Never
+    raises for an odd model; out of memory does raise.
     """
     lm = causal_lm(model)
     if any(getattr(module, "gradient_checkpointing", False) and module.training for module in lm.modules()):
@@ -122,9 +142,14 @@ def _rope_limit(config: Any) -> float:
 # %% ../../nbs/kernels/10_prefixes.ipynb #c024-4e0f7b
 @dataclass
 class SharedForwardPass:
-    "Hidden states of a batch whose rows share computation; `logits(b, t)` and `states_at(b, t)` as for `ForwardPass`."
+    """Hidden states of a batch whose rows share computation.
 
-    states: Tensor  # (M, D) the states that were asked for, or (M, V) logits when the head shortcut does not hold
+    `logits(b, t)` and `states_at(b, t)` as for `ForwardPass`.
+    """
+
+    states: (
+        Tensor  # (M, D) the states that were asked for, or (M, V) logits when the head shortcut does not hold
+    )
     slot: Int[Tensor, "B T"]  # which of them predicted each token, -1 where none is kept
     model: nn.Module
     shortcut: bool
@@ -147,7 +172,8 @@ class SharedForwardPass:
         if missing.any():
             i = int(missing.nonzero()[0])
             raise ValueError(
-                f"row {int(batch[i])}, token {int(token[i])}: no state that predicts it was kept. It is padding, the first "
+                f"row {int(batch[i])}, token {int(token[i])}: no state that predicts it was kept. It is "
+                "padding, the first "
                 "token of its row, or lies before needed_from"
             )
         return self.states[slot]
@@ -165,12 +191,16 @@ def _packed(ids: Tensor, mask: Tensor, side: str) -> tuple[Int[Tensor, "N T"], I
 def _check_continuations(before: Tensor, after: Tensor, owner: Tensor) -> None:
     "Every suffix names an existing prefix, and no prefix is empty."
     if owner.shape != after.shape[:1]:
-        raise ValueError(f"prefix_of_row {tuple(owner.shape)} must name one prefix for each of the {after.shape[0]} suffixes")
+        raise ValueError(
+            f"prefix_of_row {tuple(owner.shape)} must name one prefix for each of the {after.shape[0]} "
+            "suffixes"
+        )
     if ((owner < 0) | (owner >= before.shape[0])).any():
         raise ValueError(f"prefix_of_row must lie in [0, {before.shape[0] - 1}], got {owner.tolist()}")
     if (empty := (before.sum(1) == 0)).any():
         raise ValueError(
-            f"prefix {int(empty.nonzero()[0])} has no real token: nothing would predict the first token of its suffixes"
+            f"prefix {int(empty.nonzero()[0])} has no real token: nothing would predict the first token of "
+            "its suffixes"
         )
 
 # %% ../../nbs/kernels/10_prefixes.ipynb #c040-dacb24
@@ -182,10 +212,11 @@ def continued_forward_pass(
     suffix_mask: Tensor,
     prefix_of_row: Int[Tensor, "R"],
 ) -> SharedForwardPass:
-    """States that predict the suffixes' tokens, with each prefix run once; token 0 is the first real one of its suffix.
+    """States that predict the suffixes' tokens, with each prefix run once.
 
-    Either padding side, on both. Falls back to one plain pass over the joined rows. Raises ValueError for an empty prefix
-    and for shapes or prefix numbers that do not fit.
+    Token 0 is the first real one of its suffix. Either padding side, on both. Falls back to one plain pass
+    over the joined rows. Raises ValueError for an empty prefix and for shapes or prefix numbers that do not
+    fit.
     """
     lm, owner = causal_lm(model), prefix_of_row
     prefix, before = _packed(prefix_ids, prefix_mask, "left")
@@ -194,10 +225,14 @@ def continued_forward_pass(
     joined = torch.cat([before[owner], after], dim=1)
     if can_continue(lm, int(joined.sum(1).max())):
         first, rest = run_from_prefix(lm.base_model, prefix, before, suffix, after, owner)
-        states, shortcut, positions = torch.cat([first[owner, -1:], rest], dim=1), True, prefix.numel() + suffix.numel()
+        states, shortcut, positions = (
+            torch.cat([first[owner, -1:], rest], dim=1),
+            True,
+            prefix.numel() + suffix.numel(),
+        )
     else:
         whole = forward_pass(lm, torch.cat([prefix[owner], suffix], dim=1), joined)
-        states, shortcut, positions = whole.states[:, prefix.shape[1] - 1:], whole.shortcut, joined.numel()
+        states, shortcut, positions = whole.states[:, prefix.shape[1] - 1 :], whole.shortcut, joined.numel()
     rows, width = after.shape
     slot = torch.arange(rows * (width + 1), device=after.device).view(rows, width + 1)[:, :-1]
     kept = torch.where(after.bool(), slot, -1)

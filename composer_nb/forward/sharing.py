@@ -22,7 +22,8 @@ __all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', '
 # %% ../../nbs/kernels/11_sharing.ipynb #c020-6f0d0d
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Rows grouped by a common prefix: `groups[g]` lists row numbers, `shared[g]` the tokens of their common prefix.
+    """Rows grouped by a common prefix: `groups[g]` lists row numbers, `shared[g]` the tokens of their common
+    prefix.
 
     A group of one shares 0 tokens and runs plain. `lengths` holds the real tokens of each row.
     """
@@ -68,10 +69,12 @@ def shared_prefixes(rows: Sequence[Sequence[int]]) -> SharedPrefixes:
     common = [_common_prefix(rows[a], rows[b]) for a, b in zip(order, order[1:])]
     cut, groups, end = _best_cuts(common, len(order)), [], len(order)
     while end:
-        groups.append((sorted(order[cut[end]:end]), min(common[cut[end]:end - 1], default=0)))
+        groups.append((sorted(order[cut[end] : end]), min(common[cut[end] : end - 1], default=0)))
         end = cut[end]
     groups.sort()
-    return SharedPrefixes(tuple(map(len, rows)), tuple(tuple(g) for g, _ in groups), tuple(k for _, k in groups))
+    return SharedPrefixes(
+        tuple(map(len, rows)), tuple(tuple(g) for g, _ in groups), tuple(k for _, k in groups)
+    )
 
 
 def _best_cuts(common: Sequence[int], count: int) -> list[int]:
@@ -117,24 +120,33 @@ def _group_states(
         step, start = ids.shape[1], start + suffix.numel()
         place |= {row: [*_span(start + i * step, len(rows[row]))] for i, row in enumerate(alone)}
     index = [i for row in range(len(rows)) for i in place.get(row, ())]
-    return torch.cat([table.flatten(0, 1) for table in tables]), torch.tensor(index, dtype=torch.long, device=device)
+    return torch.cat([table.flatten(0, 1) for table in tables]), torch.tensor(
+        index, dtype=torch.long, device=device
+    )
 
 
 def _span(start: int, length: int) -> range:
     return range(start, start + length)
 
 # %% ../../nbs/kernels/11_sharing.ipynb #9da58d9e
-def _padded(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+def _padded(
+    rows: Sequence[Sequence[int]], side: str, device: torch.device
+) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     "Rows padded with id 0 on one side, and their mask."
     width = max(len(row) for row in rows)
     gaps = [[0] * (width - len(row)) for row in rows]
     ids = [[*gap, *row] if side == "left" else [*row, *gap] for gap, row in zip(gaps, rows)]
-    mask = [[*gap, *[1] * len(row)] if side == "left" else [*[1] * len(row), *gap] for gap, row in zip(gaps, rows)]
+    mask = [
+        [*gap, *[1] * len(row)] if side == "left" else [*[1] * len(row), *gap] for gap, row in zip(gaps, rows)
+    ]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _predictors(at: Int[Tensor, "B T"], mask: Tensor, needed_from: Tensor | None) -> Int[Tensor, "B T"]:
-    "For each real token the place of the state before it, that of the real token to its left; -1 where there is none."
+    """For each real token the place of the state before it, that of the real token to its left.
+
+    -1 where there is none.
+    """
     columns = torch.arange(mask.shape[1], device=mask.device)
     last_real = torch.where(mask, columns, -1).cummax(dim=1).values
     left = torch.cat([torch.full_like(last_real[:, :1], -1), last_real[:, :-1]], dim=1)
@@ -144,19 +156,28 @@ def _predictors(at: Int[Tensor, "B T"], mask: Tensor, needed_from: Tensor | None
     return torch.where(wanted, at.gather(1, left.clamp(min=0)), -1)
 
 # %% ../../nbs/kernels/11_sharing.ipynb #756f218d
-MIN_SAVING = 0.15  # share of the padded positions that must fall away before a second pass pays; see the picture below
+# share of the padded positions that must fall away before a second pass pays; see the picture below
+MIN_SAVING = 0.15
 
 
 def shared_forward_pass(
-    model: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Tensor, needed_from: Int[Tensor, "B"] | None = None
+    model: nn.Module,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Tensor,
+    needed_from: Int[Tensor, "B"] | None = None,
 ) -> SharedForwardPass:
-    """Hidden states of all rows, with each common prefix computed once where this model allows it and it pays.
+    """Hidden states of all rows, with each common prefix computed once where this model allows it and it
+    pays.
 
-    Gradients flow into the shared computation. A mask may leave real tokens anywhere: a row is the sequence of its real
-    tokens. Raises ValueError when `needed_from` is not one column per row, and later for a token that lies before it.
+    Gradients flow into the shared computation. A mask may leave real tokens anywhere: a row is the sequence
+    of its real tokens. Raises ValueError when `needed_from` is not one column per row, and later for a token
+    that lies before it.
     """
     if needed_from is not None and needed_from.shape != input_ids.shape[:1]:
-        raise ValueError(f"needed_from {tuple(needed_from.shape)} must hold one column for each of the {input_ids.shape[0]} rows")
+        raise ValueError(
+            f"needed_from {tuple(needed_from.shape)} must hold one column for each of the "
+            f"{input_ids.shape[0]} rows"
+        )
     lm, mask = causal_lm(model), attention_mask.bool()
     rows = [ids[real].tolist() for ids, real in zip(input_ids, mask)]
     sharing = shared_prefixes(rows)
@@ -165,7 +186,9 @@ def shared_forward_pass(
         whole = forward_pass(lm, input_ids, attention_mask)
         at = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
         slot = _predictors(at, mask, needed_from)
-        return SharedForwardPass(whole.states.flatten(0, 1), slot, lm, whole.shortcut, mask.numel(), mask.numel())
+        return SharedForwardPass(
+            whole.states.flatten(0, 1), slot, lm, whole.shortcut, mask.numel(), mask.numel()
+        )
     states, index = _group_states(lm, rows, sharing, input_ids.device)
     at = torch.full(mask.shape, -1, device=mask.device).masked_scatter(mask, index)
     slot = _predictors(at, mask, needed_from)

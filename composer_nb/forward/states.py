@@ -76,7 +76,9 @@ def _check_head(lm: nn.Module) -> bool:
     with eval_mode(lm), torch.autocast(ids.device.type, enabled=False):
         own = lm(input_ids=ids).logits[0]
         ours = project(lm, lm.base_model(input_ids=ids).last_hidden_state[0])
-    return ours.shape == own.shape and torch.allclose(ours, own, rtol=1e-3, atol=1e-3 * own.abs().max().item())
+    return ours.shape == own.shape and torch.allclose(
+        ours, own, rtol=1e-3, atol=1e-3 * own.abs().max().item()
+    )
 
 # %% ../../nbs/kernels/09_forward.ipynb #5ace8111
 def require_states(shortcut: bool) -> None:
