@@ -52,7 +52,7 @@ def _decoded(text: str) -> Any:
     except (ValueError, RecursionError):
         return None
 
-# %% ../../nbs/data/23_leaks.ipynb #c009-fcb189
+# %% ../../nbs/data/23_leaks.ipynb #c009-5d4764
 def _unescape(text: str) -> str:
     "Text with JSON's backslash escapes undone, surrogate pairs joined."
     plain = {"n": " ", "r": " ", "t": " ", "b": " ", "f": " "}
@@ -67,7 +67,7 @@ def _unescape(text: str) -> str:
 def _readings(text: str) -> list[str]:
     "The ways a text is read: as it is, and with escapes undone."
     once = _unescape(text)
-    return list(dict.fromkeys(map(_fold, (text, once, _unescape(once), unquote(text), html.unescape(text)))))
+    return list(dict.fromkeys(map(fold, (text, once, _unescape(once), unquote(text), html.unescape(text)))))
 
 # %% ../../nbs/data/23_leaks.ipynb #c012-e46d16
 _EXACT = Context(prec=12, traps=[])

@@ -181,7 +181,10 @@ EXAMPLE = (
         "content": "Function: book_table(guests: integer, place: string) - Book a table.\n"
         "Request: A table for four at the Blue Door, please.",
     },
-    {"role": "assistant", "content": '{"name": "book_table", "arguments": {"guests": 4, "place": "Blue Door"}}'},
+    {
+        "role": "assistant",
+        "content": '{"name": "book_table", "arguments": {"guests": 4, "place": "Blue Door"}}',
+    },
 )
 
 
@@ -221,15 +224,23 @@ def _parameter_list(parameters: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/tasks/01_tool_calls.ipynb #c029-4fea03
 def render_function(function: Mapping[str, Any], limit: int = 100, descriptions: bool = True) -> str:
-    """Signature, description and (unless switched off) one line per argument; descriptions are cut at `limit` characters."""
+    """Signature, description and (unless switched off) one line per argument.
+
+    Descriptions are cut at `limit` characters.
+    """
     parameters = function["parameters"]
     head = f"{function['name']}({_parameter_list(parameters)}) - {_shorten(function['description'], limit)}"
     lines = [_argument_line(name, schema, limit) for name, schema in parameters["properties"].items()]
     return "\n".join([head, *lines]) if descriptions else head
 
 # %% ../../nbs/tasks/01_tool_calls.ipynb #c030-b33036
-def render_prompt(question: ToolQuestion, example: bool = True, descriptions: bool = True) -> list[dict[str, str]]:
-    """Chat messages: instruction (with the question's own system text), a worked example, functions and request."""
+def render_prompt(
+    question: ToolQuestion, example: bool = True, descriptions: bool = True
+) -> list[dict[str, str]]:
+    """Chat messages: instruction with the question's own system text, worked example, functions, request.
+
+    `example` and `descriptions` leave the worked example and the arguments' descriptions out.
+    """
     own = [m["content"].strip() for m in question.messages if m["role"] == "system"]
     system = {"role": "system", "content": "\n\n".join([INSTRUCTION, *own])}
     *earlier, last = [dict(m) for m in question.messages if m["role"] != "system"]
