@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -66,7 +67,9 @@ def test_ceiling_holds_with_64_calls_in_flight(seed: int, ceiling: float, worker
 
     asyncio.run(all_of_them())
     assert sum(billed) <= ceiling + 1e-9
-    assert abs(budget.spent_usd - sum(billed)) < 1e-9 and budget.reserved_usd == 0 and budget.overshoot_usd == 0
+    assert (
+        abs(budget.spent_usd - sum(billed)) < 1e-9 and budget.reserved_usd == 0 and budget.overshoot_usd == 0
+    )
 
 
 def test_ceiling_is_used_to_the_last_cent_and_no_further() -> None:
@@ -116,7 +119,10 @@ def test_a_line_reads_as_it_was_written(record: dict) -> None:
 
 
 def test_replies_survive_what_models_write(path: Path) -> None:
-    nasty = Action("half a pair \ud800, \x00, é\r\n", (ToolCall("f", {"n": 2**70, "x": float("inf"), "": [None]}), ToolCall("g", "{")))
+    nasty = Action(
+        "half a pair \ud800, \x00, é\r\n",
+        (ToolCall("f", {"n": 2**70, "x": float("inf"), "": [None]}), ToolCall("g", "{")),
+    )
     with Ledger(path) as ledger:
         request = question("\ud83d")
         ledger.request_sync(request, 0.0)
@@ -142,7 +148,9 @@ def test_what_counts_as_spent(path: Path) -> None:
         assert sums == (1.125, 1.1875)
     with Ledger(path) as ledger:
         assert (ledger.spent_usd, ledger.committed_usd) == sums
-        assert [(r.key, r.attempt, r.reserved_usd) for r in ledger.open_requests] == [(question(4).key, 1, 0.0625)]
+        assert [(r.key, r.attempt, r.reserved_usd) for r in ledger.open_requests] == [
+            (question(4).key, 1, 0.0625)
+        ]
         assert len(ledger) == 4 and ledger.known(refused.key) is None
         assert ledger.paid_share("t") == (0.25, 1)
         assert ledger.known(question(2).key).cost_usd is None
@@ -180,7 +188,9 @@ def test_two_replies_at_once_to_one_request_leave_a_readable_file(path: Path) ->
         with Ledger(path) as ledger:
             request = question()
             await ledger.request(request, 0.5)
-            return await asyncio.gather(ledger.reply(answer(request)), ledger.reply(answer(request)), return_exceptions=True)
+            return await asyncio.gather(
+                ledger.reply(answer(request)), ledger.reply(answer(request)), return_exceptions=True
+            )
 
     results = asyncio.run(both())
     assert sorted(type(r) for r in results if r) == [ValueError]
@@ -260,12 +270,16 @@ def test_a_cancelled_caller_does_not_take_its_line_back(path: Path, monkeypatch:
         assert len(ledger) == 1 and [r.key for r in ledger.open_requests] == [question(1).key]
 
 
-def test_failed_sync_is_an_error_before_the_call_and_leaves_the_file_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sync_is_an_error_before_the_call_and_leaves_the_file_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Ledger(path) as ledger:
         ask(ledger, 0)
         before = path.read_bytes()
         with monkeypatch.context() as broken:
-            broken.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+            broken.setattr(
+                os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+            )
             with pytest.raises(OSError, match="nothing more is asked"):
                 ledger.request_sync(question(1), 0.5)
         assert path.read_bytes() == before and ledger.committed_usd == 0.01
@@ -344,9 +358,17 @@ def test_a_cut_anywhere_costs_the_cut_line_and_no_other(whole: bytes, tmp_path: 
             with Ledger(path) as ledger:
                 kept = path.read_bytes()
                 ask(ledger, 99)
-        assert kept == (whole[:whole.index(b"\n") + 1] if header else whole[:size] + b"\n" if complete else whole[:size - len(tail)]), size
+        assert kept == (
+            whole[: whole.index(b"\n") + 1]
+            if header
+            else whole[:size] + b"\n"
+            if complete
+            else whole[: size - len(tail)]
+        ), size
         assert bool(caught) == torn.exists() == bool(tail and not complete and not header), size
-        assert not torn.exists() or (torn.read_bytes() == tail + b"\n" and torn.name in str(caught[0].message))
+        assert not torn.exists() or (
+            torn.read_bytes() == tail + b"\n" and torn.name in str(caught[0].message)
+        )
         with Ledger(path) as ledger:
             assert len(ledger) == kept.count(b'"kind":"reply"') + 1
 
@@ -357,7 +379,9 @@ def test_a_changed_byte_is_refused_with_file_and_line(whole: bytes, tmp_path: Pa
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 7
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"changed\.jsonl:{whole.count(10, 0, place) + 1} is damaged.*copy"):
+        with pytest.raises(
+            ValueError, match=rf"changed\.jsonl:{whole.count(10, 0, place) + 1} is damaged.*copy"
+        ):
             Ledger(path)
         assert path.read_bytes() == damaged
     Ledger(tmp_path / "changed2.jsonl").close()  # and the lock was let go of:
@@ -429,7 +453,10 @@ def test_offline_answers_or_says_what_is_missing_and_writes_nothing(whole: bytes
         assert ledger.recorded(question(0), "s/0").action == Action("yes")
         with pytest.raises(NotRecorded, match=r"teacher 't' \(rules/t\) to state 's/2'"):
             ledger.recorded(question(2), "s/2")
-        for write in (lambda: ledger.request_sync(question(3), 0.0), lambda: ledger.release_sync(question(2))):
+        for write in (
+            lambda: ledger.request_sync(question(3), 0.0),
+            lambda: ledger.release_sync(question(2)),
+        ):
             with pytest.raises(ValueError, match="offline"):
                 write()
     assert path.read_bytes() == whole[:-5] and [p.name for p in path.parent.iterdir()] == [path.name]
@@ -447,3 +474,21 @@ def test_offline_needs_a_file(tmp_path: Path) -> None:
 def test_the_file_is_for_its_owner_only(path: Path) -> None:
     Ledger(path).close()
     assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symbolic links")
+def test_a_link_to_a_ledger_has_the_ledgers_lock(path: Path) -> None:
+    with Ledger(path):
+        link = path.with_name("link.jsonl")
+        link.symlink_to(path)
+        with pytest.raises(LedgerInUse, match="in use"):
+            Ledger(link)
+    Ledger(link).close()
+
+
+def test_a_ledger_may_be_closed_by_another_thread(path: Path) -> None:
+    ledger = Ledger(path)
+    thread = threading.Thread(target=ledger.close)
+    thread.start()
+    thread.join()
+    Ledger(path).close()

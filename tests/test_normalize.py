@@ -33,7 +33,11 @@ from composer_nb.traces import Action, ToolCall, TraceState, action_text
 
 WIRE = [
     {"role": "user", "content": [{"type": "text", "text": "What do my notes say?"}]},
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "read", "arguments": '{"path": "n"}'}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "function": {"name": "read", "arguments": '{"path": "n"}'}}],
+    },
     {"role": "tool", "tool_call_id": "c", "content": "Buy milk."},
 ]
 
@@ -63,8 +67,15 @@ def test_the_originals_recipe():
 def test_default_recipe_at_its_limits_and_the_round_trip():
     odd = {"agreed": ["A"], "nested": {"only here": {"x": None}}, "tuple": (1, 2), "object": {1, 2}}
     pairs = [
-        pair_of("eight", "ab cdefg", n_teachers_agreeing=3, rejected_ids=(5, 6, 2), chosen_ref_logprob=-1.5, rejected_ref_logprob=-2.5,
-                provenance=odd),
+        pair_of(
+            "eight",
+            "ab cdefg",
+            n_teachers_agreeing=3,
+            rejected_ids=(5, 6, 2),
+            chosen_ref_logprob=-1.5,
+            rejected_ref_logprob=-2.5,
+            provenance=odd,
+        ),
         pair_of("seven", "ab cdef"),
         pair_of("long", "xy" * 15999 + " z"),
         pair_of("too long", "xy" * 16000 + " z"),
@@ -85,15 +96,30 @@ def test_default_recipe_at_its_limits_and_the_round_trip():
         assert after.provenance is before.provenance and after.state_messages is before.state_messages
         assert after.chosen_messages == [{"role": "assistant", "content": before.chosen}]
         assert after.rejected_messages == [{"role": "assistant", "content": before.rejected}]
-        assert after.prompt.startswith("user: What do my notes say?") and '"path": "n"' in after.prompt and "tool: Buy milk." in after.prompt
+        assert (
+            after.prompt.startswith("user: What do my notes say?")
+            and '"path": "n"' in after.prompt
+            and "tool: Buy milk." in after.prompt
+        )
     report = normalizer.report
     length, words, characters, duplicates = report.operators
     assert length.dropped == (("seven", {"text_len": 7}), ("too long", {"text_len": 32002}))
     assert words.dropped == (("one word", {"num_words": 1}),)
-    assert [(state, why["special_char_ratio"]) for state, why in characters.dropped] == [("over half", pytest.approx(5 / 9))]
+    assert [(state, why["special_char_ratio"]) for state, why in characters.dropped] == [
+        ("over half", pytest.approx(5 / 9))
+    ]
     assert duplicates.dropped == (("same", {"duplicate_of": "eight"}),)
-    assert (report.pairs_in, report.pairs_out, report.edited) == (10, 5, ()) and report.version == metadata.version("py-data-juicer")
-    assert [row["kept"] for row in report.table()] == [8, 7, 6, 5] and [o.seen for o in report.operators] == [10, 8, 7, 6]
+    assert (report.pairs_in, report.pairs_out, report.edited) == (
+        10,
+        5,
+        (),
+    ) and report.version == metadata.version("py-data-juicer")
+    assert [row["kept"] for row in report.table()] == [8, 7, 6, 5] and [o.seen for o in report.operators] == [
+        10,
+        8,
+        7,
+        6,
+    ]
 
 
 def test_the_caller_is_left_as_it_was(tmp_path, monkeypatch):
@@ -112,10 +138,14 @@ def test_the_caller_is_left_as_it_was(tmp_path, monkeypatch):
 
     before = snapshot()
     with pytest.raises(RuntimeError, match="simhash.*not installed"):
-        DJNormalizer([{"document_simhash_deduplicator": {}}]).normalize([pair_of("a", "one two three"), pair_of("b", "four five six")])
+        DJNormalizer([{"document_simhash_deduplicator": {}}]).normalize(
+            [pair_of("a", "one two three"), pair_of("b", "four five six")]
+        )
     DJNormalizer().normalize([pair_of("a", "one two three")])
     assert snapshot() == before
-    assert not list(workplace.rglob("*")) and not list(temporary.rglob("*")) and not (tmp_path / "hf").exists()
+    assert (
+        not list(workplace.rglob("*")) and not list(temporary.rglob("*")) and not (tmp_path / "hf").exists()
+    )
 
 
 def test_quiet_unless_asked(capfd):
@@ -134,32 +164,56 @@ def test_edited_texts_let_go_of_what_belonged_to_the_old_ones():
     none, chosen, rejected = normalizer.normalize(pairs)
     assert (none.rejected_ids, none.chosen_ref_logprob, none.rejected_ref_logprob) == ([5, 6], -1.0, -2.0)
     assert "@" not in chosen.chosen and chosen.chosen_messages[0]["content"] == chosen.chosen
-    assert (chosen.rejected_ids, chosen.chosen_ref_logprob, chosen.rejected_ref_logprob) == ([5, 6], None, -2.0)
+    assert (chosen.rejected_ids, chosen.chosen_ref_logprob, chosen.rejected_ref_logprob) == (
+        [5, 6],
+        None,
+        -2.0,
+    )
     assert "@" not in rejected.rejected and rejected.rejected_messages[0]["content"] == rejected.rejected
-    assert (rejected.rejected_ids, rejected.chosen_ref_logprob, rejected.rejected_ref_logprob) == (None, -1.0, None)
+    assert (rejected.rejected_ids, rejected.chosen_ref_logprob, rejected.rejected_ref_logprob) == (
+        None,
+        -1.0,
+        None,
+    )
     assert normalizer.report.edited == ("chosen", "rejected")
 
 
 def test_operators_on_two_fields_each_use_their_own_numbers():
-    recipe = [step for key in ("chosen", "rejected") for step in (
-        {"text_length_filter": {"min_len": 8, "text_key": key}}, {"document_deduplicator": {"text_key": key}})]
+    recipe = [
+        step
+        for key in ("chosen", "rejected")
+        for step in (
+            {"text_length_filter": {"min_len": 8, "text_key": key}},
+            {"document_deduplicator": {"text_key": key}},
+        )
+    ]
     pairs = [pair_of("short rejected", "long enough", "no"), pair_of("good", "long enough too", "also long enough"),
              pair_of("same rejected", "yet another text", "also long enough")]  # fmt: skip
     normalizer = DJNormalizer(recipe)
     assert [p.state_id for p in normalizer.normalize(pairs)] == ["good"]
-    assert [[state for state, _ in o.dropped] for o in normalizer.report.operators] == [[], [], ["short rejected"], ["same rejected"]]
+    assert [[state for state, _ in o.dropped] for o in normalizer.report.operators] == [
+        [],
+        [],
+        ["short rejected"],
+        ["same rejected"],
+    ]
 
 
 def test_nothing_left_and_nothing_given():
     normalizer = DJNormalizer()
     assert normalizer.normalize([pair_of("a", "no"), pair_of("b", "yes")]) == []
-    assert [o.seen for o in normalizer.report.operators] == [2, 0, 0, 0] and len(normalizer.report.operators[0].dropped) == 2
+    assert [o.seen for o in normalizer.report.operators] == [2, 0, 0, 0] and len(
+        normalizer.report.operators[0].dropped
+    ) == 2
     assert normalizer.normalize([]) == [] and normalizer.report == NormalizeReport()
 
 
 def test_tool_calls_need_their_recipe():
     calls = [call_pair("1+2", "add", a=1, b=2), call_pair("3+4", "add", a=3, b=4), call_pair("ls", "ls")]
-    twins = [replace(calls[0], state_id="again"), replace(calls[0], state_id="elsewhere", state_messages=WIRE[:1])]
+    twins = [
+        replace(calls[0], state_id="again"),
+        replace(calls[0], state_id="elsewhere", state_messages=WIRE[:1]),
+    ]
     default, own = DJNormalizer(), DJNormalizer(TOOL_CALL_RECIPE)
     assert "3+4" not in [p.state_id for p in default.normalize([*calls, *twins])]
     assert [p.state_id for p in own.normalize([*calls, *twins])] == ["1+2", "3+4", "ls", "elsewhere"]
@@ -178,14 +232,30 @@ def test_near_duplicates_but_not_all_short_texts():
 
 def test_recipes(tmp_path):
     path = tmp_path / "recipe.yaml"
-    content = {"text_keys": ["rejected"], "process": [{"text_length_filter": {"min_len": 8}}, {"words_num_filter": None}]}
+    content = {
+        "text_keys": ["rejected"],
+        "process": [{"text_length_filter": {"min_len": 8}}, {"words_num_filter": None}],
+    }
     path.write_text(yaml.safe_dump(content))
-    assert read_recipe(path) == ([{"text_length_filter": {"min_len": 8}}, {"words_num_filter": {}}], "rejected")
-    path.write_text(yaml.safe_dump({"text_keys": "rejected", "process": [{"text_length_filter": {"min_len": 8}}]}))
-    kept = DJNormalizer(str(path)).normalize([pair_of("a", "no", "long enough"), pair_of("b", "long enough", "no")])
+    assert read_recipe(path) == (
+        [{"text_length_filter": {"min_len": 8}}, {"words_num_filter": {}}],
+        "rejected",
+    )
+    path.write_text(
+        yaml.safe_dump({"text_keys": "rejected", "process": [{"text_length_filter": {"min_len": 8}}]})
+    )
+    kept = DJNormalizer(str(path)).normalize(
+        [pair_of("a", "no", "long enough"), pair_of("b", "long enough", "no")]
+    )
     assert [p.state_id for p in kept] == ["a"]
     path.write_text("dataset_path: x")
-    for bad, match in [(path, "no `process`"), ([], "no operators"), (["x"], "got 'x'"), ([{"a": {}, "b": {}}], "step"), ([{"a": 1}], "step")]:
+    for bad, match in [
+        (path, "no `process`"),
+        ([], "no operators"),
+        (["x"], "got 'x'"),
+        ([{"a": {}, "b": {}}], "step"),
+        ([{"a": 1}], "step"),
+    ]:
         with pytest.raises(ValueError, match=match):
             DJNormalizer(bad)
     with pytest.raises(OSError):
@@ -201,9 +271,14 @@ def test_failures_of_the_child_are_named():
 
 def test_records_hold_what_arrow_keeps():
     record = pair_record(pair_of("a", "x", provenance={"k": {"only": 1}}), 7)
-    assert record["number"] == 7 and all(isinstance(record[k], str) for k in ("prompt", "chosen", "rejected", "pair", "metadata"))
+    assert record["number"] == 7 and all(
+        isinstance(record[k], str) for k in ("prompt", "chosen", "rejected", "pair", "metadata")
+    )
     for side in ("prompt_messages", "chosen_messages", "rejected_messages"):
-        assert all(set(m) == {"role", "content"} and all(isinstance(v, str) for v in m.values()) for m in record[side])
+        assert all(
+            set(m) == {"role", "content"} and all(isinstance(v, str) for v in m.values())
+            for m in record[side]
+        )
 
 
 def test_without_data_juicer(monkeypatch):
@@ -218,17 +293,28 @@ def test_without_data_juicer(monkeypatch):
 
 def test_importing_the_room_does_not_import_data_juicer():
     code = "import sys, composer_nb.replay.normalize; print([m for m in ('data_juicer', 'loguru', 'ray', 'aiohttp') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_pairs_go_on_to_trl_and_to_the_reference(tmp_path):
     tokenizer = tiny.tokenizer()
     messages = [{"role": "user", "content": "What do my notes say?"}]
     (pair,) = DJNormalizer().normalize([DPOPair("a", messages, "Your notes say: buy milk.", "I have none.")])
-    row = {"prompt": list(pair.state_messages), "chosen": pair.chosen_messages, "rejected": pair.rejected_messages}
+    row = {
+        "prompt": list(pair.state_messages),
+        "chosen": pair.chosen_messages,
+        "rejected": pair.rejected_messages,
+    }
     assert is_conversational(row)
     collator = ComposerDataCollator(tokenizer)
-    (scored,) = cached_reference_logprobs(tiny.model(), [pair], collator, cache=ReferenceCache(tmp_path), progress=False)
+    (scored,) = cached_reference_logprobs(
+        tiny.model(), [pair], collator, cache=ReferenceCache(tmp_path), progress=False
+    )
     assert isinstance(scored, NormalizedDPOPair) and scored.chosen_ref_logprob < 0 and collator([], [scored])
 
 
@@ -259,7 +345,12 @@ class Scripted:
         pass
 
 
-STATE = TraceState("s/0", [{"role": "user", "content": "What do my notes say?"}], Action("I cannot read files."), model="acme/one")
+STATE = TraceState(
+    "s/0",
+    [{"role": "user", "content": "What do my notes say?"}],
+    Action("I cannot read files."),
+    model="acme/one",
+)
 GOOD = Action("Your notes say: buy milk.")
 
 
@@ -270,7 +361,9 @@ def pool(*actions):
 def test_trace_to_clean_pairs_in_and_outside_a_loop():
     states = [STATE, replace(STATE, state_id="s/1", messages=[{"role": "user", "content": "Again?"}])]
     normalizer = DJNormalizer()
-    outside = replay_and_normalize_trace_sync(iter(states), pool(GOOD, GOOD, None), recipe=normalizer, progress=False)
+    outside = replay_and_normalize_trace_sync(
+        iter(states), pool(GOOD, GOOD, None), recipe=normalizer, progress=False
+    )
     assert [p.state_id for p in outside] == ["s/0"]  # the second chosen is the first one's duplicate
     assert normalizer.report.operators[-1].dropped == (("s/1", {"duplicate_of": "s/0"}),)
     assert outside[0].provenance["agreed"] == ["A", "B"] and outside[0].provenance["abstained"] == ["C"]
@@ -280,7 +373,9 @@ def test_trace_to_clean_pairs_in_and_outside_a_loop():
         return awaited, replay_and_normalize_trace_sync([STATE], pool(GOOD, GOOD, None), progress=False)
 
     awaited, nested = asyncio.run(inside())
-    assert awaited == nested and [replace(p, provenance={}) for p in awaited] == [replace(p, provenance={}) for p in outside]
+    assert awaited == nested and [replace(p, provenance={}) for p in awaited] == [
+        replace(p, provenance={}) for p in outside
+    ]
     assert awaited[0].provenance == outside[0].provenance
 
 

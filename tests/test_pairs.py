@@ -14,11 +14,11 @@ import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import composer_nb.replay
 from composer_nb.batch import ComposerDataCollator, Rollout
 from composer_nb.hints import encode, render
 from composer_nb.loss import channel_gradient_norms, compose_loss
 from composer_nb.reference_cache import ReferenceCache, cached_reference_logprobs
-from composer_nb.replay import pairs as room
 from composer_nb.replay.actions import canonical_action, same_action
 from composer_nb.replay.consensus import EmbeddingJudge, LLMJudge, consensus, exact, hidden_state_embedder
 from composer_nb.replay.export import student_messages
@@ -104,8 +104,17 @@ def test_different(a, b):
 
 
 def test_schema_decides_what_is_optional_and_what_is_json():
-    same = [(f(must=1, may=2.0), f(must=1)), (f(spec='{"a": 1}'), f(spec={"a": 1.0})), (f(rows=[{"k": "d"}]), f(rows=[{}]))]
-    different = [(f(must=3), f()), (f(may=3), f()), (f(flag=True), f()), (f(text='{"a": 1}'), f(text={"a": 1}))]
+    same = [
+        (f(must=1, may=2.0), f(must=1)),
+        (f(spec='{"a": 1}'), f(spec={"a": 1.0})),
+        (f(rows=[{"k": "d"}]), f(rows=[{}])),
+    ]
+    different = [
+        (f(must=3), f()),
+        (f(may=3), f()),
+        (f(flag=True), f()),
+        (f(text='{"a": 1}'), f(text={"a": 1})),
+    ]
     for tool in (SCHEMA, SCHEMA["function"], {"name": "f", "input_schema": SCHEMA["function"]["parameters"]}):
         assert all(same_action(a, b, [tool]) and not same_action(a, b) for a, b in same)
         assert not any(same_action(a, b, [tool]) for a, b in different)
@@ -127,7 +136,9 @@ json_values = st.recursive(
 
 
 def shuffled(value):
-    "The same JSON value with every object's members the other way round and whole numbers as floats where exact."
+    """The same JSON value with every object's members the other way round and whole numbers as floats where
+    exact.
+    """
     if isinstance(value, dict):
         return {key: shuffled(item) for key, item in reversed(value.items())}
     if isinstance(value, list):
@@ -142,7 +153,10 @@ def test_any_json_arguments(arguments):
     action = Action(tool_calls=(ToolCall("f", arguments),))
     assert same_action(action, Action(tool_calls=(ToolCall("f", shuffled(arguments)),)))
     assert same_action(action, Action(tool_calls=(ToolCall("f", json.dumps(arguments)),)))
-    assert not same_action(action, Action(tool_calls=(ToolCall("f", arguments | {"another": 1}),))) or "another" in arguments
+    assert (
+        not same_action(action, Action(tool_calls=(ToolCall("f", arguments | {"another": 1}),)))
+        or "another" in arguments
+    )
     assert canonical_action(parse_action(action_text(action))) == canonical_action(action)
 
 
@@ -165,7 +179,9 @@ class Likes:
 def test_embedding_judge():
     vectors = {"a": [1, 0], "b": [1, 1], "c": [0, 2], "z": [0, 0], "n": [math.nan, 1]}
     calls = []
-    judge = EmbeddingJudge(lambda texts: calls.append(list(texts)) or [vectors[t] for t in texts], math.sqrt(0.5) - 1e-9)
+    judge = EmbeddingJudge(
+        lambda texts: calls.append(list(texts)) or [vectors[t] for t in texts], math.sqrt(0.5) - 1e-9
+    )
     assert judge("a", "b") is True and judge("b", "c") is True and judge("a", "c") is False
     assert judge("a", "z") is None and judge("n", "a") is None
     assert sorted(sum(calls, [])) == ["a", "b", "c", "n", "z"]  # each text once
@@ -202,7 +218,9 @@ def test_llm_judge_counts_only_a_bare_word(reply, verdict):
 def test_llm_judge_needs_both_orders():
     prefers_b_second = LLMJudge(lambda prompt: "yes" if prompt.index('"a"') < prompt.index('"b"') else "no")
     unsure_once = LLMJudge(lambda prompt: "yes" if prompt.index('"a"') < prompt.index('"b"') else "hm")
-    assert [judge(*order) for judge in (prefers_b_second, unsure_once) for order in ("ab", "ba")] == [None] * 4
+    assert [judge(*order) for judge in (prefers_b_second, unsure_once) for order in ("ab", "ba")] == [
+        None
+    ] * 4
 
 
 def test_llm_judge_asks_once_in_both_orders_and_quotes_the_texts():
@@ -233,7 +251,10 @@ CASES = [
 
 @pytest.mark.parametrize(("actions", "threshold", "outcome"), CASES)
 def test_outcomes_in_any_order_of_teachers(actions, threshold, outcome):
-    found = {str(consensus(state_of(), dict(order), threshold=threshold)) for order in itertools.permutations(actions.items())}
+    found = {
+        str(consensus(state_of(), dict(order), threshold=threshold))
+        for order in itertools.permutations(actions.items())
+    }
     assert len(found) == 1
     result = consensus(state_of(), actions, threshold=threshold)
     assert result.outcome == outcome
@@ -289,7 +310,9 @@ def test_groups_against_all_subsets(texts, likes):
     result = consensus(state_of(Action("student")), actions, judge=Likes(*likes), threshold=1)
     best, tops = brute_force_groups({t: texts.count(t) for t in texts}, likes)
     assert result.sizes[0] == best and result.contested == (len(tops) > 1) and sum(result.sizes) == len(texts)
-    backwards = consensus(state_of(Action("student")), dict(reversed(actions.items())), judge=Likes(*likes), threshold=1)
+    backwards = consensus(
+        state_of(Action("student")), dict(reversed(actions.items())), judge=Likes(*likes), threshold=1
+    )
     assert backwards == result
 
 
@@ -297,7 +320,10 @@ def test_student_like_any_member_is_no_pair():
     teachers = {"A": Action("a"), "B": Action("b")}
     assert consensus(state_of(Action("s")), teachers, judge=Likes("ab", "bs")).outcome == "student_agrees"
     assert consensus(state_of(Action("s")), teachers, judge=Likes("ab")).outcome == "pair"
-    assert consensus(state_of(Action("s")), teachers, judge=lambda a, b, state: None).outcome == "below_threshold"
+    assert (
+        consensus(state_of(Action("s")), teachers, judge=lambda a, b, state: None).outcome
+        == "below_threshold"
+    )
 
 
 def test_judges_see_texts_only():
@@ -345,11 +371,24 @@ def test_pair_holds_what_made_it():
     replay = Replay()
     replay.actions = {"s": actions}
     (pair,) = extract_dpo_pairs(iter([state]), replay, teachers=["A", "B", "C", "D", "E"])
-    assert pair.n_teachers_agreeing == 2 and pair.rejected_ids == [5, 6, 2] and pair.state_messages == MESSAGES
+    assert (
+        pair.n_teachers_agreeing == 2 and pair.rejected_ids == [5, 6, 2] and pair.state_messages == MESSAGES
+    )
     assert pair.chosen == action_text(f(x=1.0)) and pair.rejected == action_text(state.student_action)
-    wanted = {"agreed": ["A", "B"], "dissented": ["C"], "abstained": ["D"], "not_asked": ["E"], "chosen_from": "A", "threshold": 2,
-              "judge": "exact", "source": "t.jsonl:3", "trace_model": "acme/one", "is_error_site": False,
-              "canonical_chosen": canonical_action(f(x=1)), "canonical_rejected": canonical_action(state.student_action)}
+    wanted = {
+        "agreed": ["A", "B"],
+        "dissented": ["C"],
+        "abstained": ["D"],
+        "not_asked": ["E"],
+        "chosen_from": "A",
+        "threshold": 2,
+        "judge": "exact",
+        "source": "t.jsonl:3",
+        "trace_model": "acme/one",
+        "is_error_site": False,
+        "canonical_chosen": canonical_action(f(x=1)),
+        "canonical_rejected": canonical_action(state.student_action),
+    }
     assert wanted.items() <= pair.provenance.items() and json.dumps(pair.provenance)
     (shouted,) = extract_dpo_pairs([state], replay, render=lambda action: action_text(action).upper())
     assert shouted.chosen == pair.chosen.upper() and shouted.rejected == pair.rejected.upper()
@@ -371,9 +410,17 @@ def test_table_counts_every_state_once_and_agrees_with_the_pairs():
     assert [r.threshold for r in reports] == [1, 2, 3, 4]
     for report in reports:
         made = extract_dpo_pairs(states, actions, report.threshold)
-        assert report.states == len(states) and report.outcomes["pair"] == len(made) and report.yield_ == len(made) / len(states)
-        assert sum(report.group_sizes.values()) == len(made) and all(size >= report.threshold for size in report.group_sizes)
-    assert [r.outcomes["pair"] for r in reports] == sorted((r.outcomes["pair"] for r in reports), reverse=True)
+        assert (
+            report.states == len(states)
+            and report.outcomes["pair"] == len(made)
+            and report.yield_ == len(made) / len(states)
+        )
+        assert sum(report.group_sizes.values()) == len(made) and all(
+            size >= report.threshold for size in report.group_sizes
+        )
+    assert [r.outcomes["pair"] for r in reports] == sorted(
+        (r.outcomes["pair"] for r in reports), reverse=True
+    )
     assert consensus_table([], {}, [1])[0].yield_ == 0
 
 
@@ -383,7 +430,10 @@ def test_pairs_reach_the_loss_with_real_references_scored_once(tmp_path, side):
         TraceState("one", MESSAGES, f(path="note.md"), tools=[SCHEMA]),
         TraceState("two", [*WIRE], Action("It says nothing."), student_ids=(300, 301, 2)),
     ]
-    actions = {"one": {t: f(path="notes.md") for t in "AB"}, "two": {t: Action("It says: buy milk.") for t in "AB"}}
+    actions = {
+        "one": {t: f(path="notes.md") for t in "AB"},
+        "two": {t: Action("It says: buy milk.") for t in "AB"},
+    }
     pairs = extract_dpo_pairs(states, actions, tokenizer=TOKENIZER)
     model, collator = tiny.model(), ComposerDataCollator(TOKENIZER, padding_side=side)
     scored = cached_reference_logprobs(model, pairs, collator, cache=ReferenceCache(tmp_path), progress=False)
@@ -391,28 +441,55 @@ def test_pairs_reach_the_loss_with_real_references_scored_once(tmp_path, side):
     seen = []
     hook = model.register_forward_pre_hook(lambda *_: seen.append(1))
     body_hook = model.model.register_forward_pre_hook(lambda *_: seen.append(1))
-    assert cached_reference_logprobs(model, pairs, collator, cache=ReferenceCache(tmp_path), progress=False) == scored and not seen
+    assert (
+        cached_reference_logprobs(model, pairs, collator, cache=ReferenceCache(tmp_path), progress=False)
+        == scored
+        and not seen
+    )
     hook.remove(), body_hook.remove()
     prompt = encode(TOKENIZER, render(TOKENIZER, pairs[0].state_messages))
     batch = collator([Rollout(prompt + [5, 6], [0] * len(prompt) + [1, 1])], scored)
     losses = compose_loss(model, batch, beta_replay=1.0)
     norms = channel_gradient_norms({"replay": losses.trace_replay_dpo}, model.parameters())
-    assert losses.scored["replay"] == 2 and abs(losses.trace_replay_dpo.item() - math.log(2)) < 1e-4 and norms["replay"] > 1e-6
+    assert (
+        losses.scored["replay"] == 2
+        and abs(losses.trace_replay_dpo.item() - math.log(2)) < 1e-4
+        and norms["replay"] > 1e-6
+    )
 
 
 # What the student's template shows
 
 WIRE = [
     {"role": "developer", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "What do my notes say?"}, {"type": "image_url", "image_url": {"url": "x"}}]},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "notes.md", "lines": [1, 2]}'}},
-        {"id": "c2", "type": "function", "function": {"name": "list", "arguments": "{}"}},
-    ]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What do my notes say?"},
+            {"type": "image_url", "image_url": {"url": "x"}},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "read", "arguments": '{"path": "notes.md", "lines": [1, 2]}'},
+            },
+            {"id": "c2", "type": "function", "function": {"name": "list", "arguments": "{}"}},
+        ],
+    },
     {"role": "tool", "tool_call_id": "c1", "name": "read", "content": 'Buy "milk"\nand bread.'},
     {"role": "tool", "tool_call_id": "c2", "content": "notes.md"},
-    {"role": "assistant", "content": "One moment. I look again.", "tool_calls": [
-        {"id": "c3", "type": "function", "function": {"name": "broken", "arguments": '{"path": '}}]},
+    {
+        "role": "assistant",
+        "content": "One moment. I look again.",
+        "tool_calls": [
+            {"id": "c3", "type": "function", "function": {"name": "broken", "arguments": '{"path": '}}
+        ],
+    },
     {"role": "tool", "tool_call_id": "c3", "content": "Error: arguments are not JSON"},
     {"role": "system", "content": "Hurry up."},
     {"role": "user", "content": "Well?"},
@@ -451,7 +528,9 @@ def test_raw_messages_do_lose_text_or_raise():
         options = {"chat_template": template.read_text()} if template else {}
         try:
             rendered = render(TOKENIZER, WIRE, **options)
-            verdicts["shown" if all(n in rendered for n in ("notes.md", "Buy", "One moment", "Well?")) else "lost"].append(template)
+            verdicts[
+                "shown" if all(n in rendered for n in ("notes.md", "Buy", "One moment", "Well?")) else "lost"
+            ].append(template)
         except Exception:
             verdicts["raised"].append(template)
     assert len(verdicts["raised"]) + len(verdicts["lost"]) > 30
@@ -461,12 +540,30 @@ def test_least_change_first():
     short = [*WIRE[1:5]]
     assert [m["role"] for m in student_messages(short, TOKENIZER)] == ["user", "assistant", "tool", "tool"]
     two_roles = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}\n{% endif %}{% endfor %}"
-    assert [m["role"] for m in student_messages(short, TOKENIZER, chat_template=two_roles)] == ["user", "assistant", "user", "user"]
+    assert [m["role"] for m in student_messages(short, TOKENIZER, chat_template=two_roles)] == [
+        "user",
+        "assistant",
+        "user",
+        "user",
+    ]
     with pytest.raises(ValueError, match="does not show 'What do my"):
         student_messages(short, TOKENIZER, chat_template="nothing")
     with pytest.raises(ValueError, match="it raises no thanks"):
         student_messages(short, TOKENIZER, chat_template="{{ raise_exception('no thanks') }}")
 
 
-def test_the_room_exports_what_others_use():
-    assert {"same_action", "consensus", "Consensus", "PairReport", "TextJudge"} <= set(room.__all__) and exact("a ", "a")
+def test_the_package_offers_what_others_use():
+    wanted = {
+        "same_action",
+        "Consensus",
+        "PairReport",
+        "TextJudge",
+        "extract_dpo_pairs",
+        "replay_trace",
+        "Ledger",
+    }
+    assert wanted <= set(composer_nb.replay.__all__) <= set(dir(composer_nb.replay)) and exact("a ", "a")
+    for name in composer_nb.replay.__all__:
+        assert getattr(composer_nb.replay, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'replay_traces'"):
+        _ = composer_nb.replay.replay_traces

@@ -19,19 +19,35 @@ from hypothesis import strategies as st
 
 from composer_nb.replay.account import Estimate, Replay
 from composer_nb.replay.budget import Budget
-from composer_nb.replay.gate import Decision, VOIGate
+from composer_nb.replay.gate import AskAll, Decision, VOIGate
 from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded
 from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherRequest, TeacherStop
-from composer_nb.replay.runner import ledgered_reply, replay_trace, replay_trace_sync
+from composer_nb.replay.runner import ReplayOptions, ledgered_reply, replay_trace, replay_trace_sync
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState
 
 
 class Rule:
     """A teacher that answers from a rule: an action, a reply, or an exception, after `wait` seconds."""
 
-    def __init__(self, name: str, rule: Callable = lambda request: Action("yes"), usd: float = 0.0, *,
-                 worst: float | None = None, wait: float = 0.0, concurrency: int = 8, model: str = "") -> None:
-        self.name, self.model, self.rule, self.usd, self.wait, self.concurrency = name, model or f"rules/{name}", rule, usd, wait, concurrency
+    def __init__(
+        self,
+        name: str,
+        rule: Callable = lambda request: Action("yes"),
+        usd: float = 0.0,
+        *,
+        worst: float | None = None,
+        wait: float = 0.0,
+        concurrency: int = 8,
+        model: str = "",
+    ) -> None:
+        self.name, self.model, self.rule, self.usd, self.wait, self.concurrency = (
+            name,
+            model or f"rules/{name}",
+            rule,
+            usd,
+            wait,
+            concurrency,
+        )
         self.worst = usd if worst is None else worst
         self.seen: list[str] = []
         self.now = self.most = self.closed = 0
@@ -53,7 +69,11 @@ class Rule:
         said = self.rule(request)
         if isinstance(said, BaseException):
             raise said
-        return said if isinstance(said, TeacherReply) or said is None else TeacherReply(request.key, self.name, said, cost_usd=self.usd)
+        return (
+            said
+            if isinstance(said, TeacherReply) or said is None
+            else TeacherReply(request.key, self.name, said, cost_usd=self.usd)
+        )
 
     async def aclose(self) -> None:
         self.closed += 1
@@ -84,18 +104,38 @@ def asked(*teachers: Rule) -> int:
 
 
 def test_every_teacher_acts_in_every_state_in_their_order(path: Path) -> None:
-    teachers = [Rule("dear", lambda r: Action("a" + r.messages[-1]["content"]), 0.25), Rule("free", wait=0.002)]
+    teachers = [
+        Rule("dear", lambda r: Action("a" + r.messages[-1]["content"]), 0.25),
+        Rule("free", wait=0.002),
+    ]
     out = go(states(20), teachers, ledger=path)
     assert list(out.actions) == [f"s/{i}" for i in range(20)]
     assert all(list(row) == ["dear", "free"] for row in out.actions.values())
     assert out.actions["s/7"] == {"dear": Action("a7"), "free": Action("yes")}
-    assert (out.calls, out.cached, out.spent_usd, out.reserved_usd, out.halted, out.ledger) == (40, 0, 5.0, 0.0, "", path)
+    assert (out.calls, out.cached, out.spent_usd, out.reserved_usd, out.halted, out.ledger) == (
+        40,
+        0,
+        5.0,
+        0.0,
+        "",
+        path,
+    )
     assert out.skipped == out.unasked == [] and out.stopped == {}
-    assert out.summary()["dear"] == {"calls": 20, "from ledger": 0, "actions": 20, "skipped": 0, "unasked": 0, "usd": 5.0}
+    assert out.summary()["dear"] == {
+        "calls": 20,
+        "from ledger": 0,
+        "actions": 20,
+        "skipped": 0,
+        "unasked": 0,
+        "usd": 5.0,
+    }
 
 
 def test_second_run_makes_no_call_and_says_the_same(path: Path) -> None:
-    teachers = [Rule("a", usd=0.125), Rule("b", lambda r: TeacherReply(r.key, "b", None, "skipped", "content_filter", cost_usd=0.0))]
+    teachers = [
+        Rule("a", usd=0.125),
+        Rule("b", lambda r: TeacherReply(r.key, "b", None, "skipped", "content_filter", cost_usd=0.0)),
+    ]
     first = go(states(5), teachers, ledger=path)
     again = go(states(6), teachers, ledger=path)
     assert asked(*teachers) == 12 and (again.calls, again.cached) == (2, 10)
@@ -132,8 +172,13 @@ def test_progress_counts_every_reply(path: Path, capsys: pytest.CaptureFixture) 
 
 
 @pytest.mark.parametrize("status, counted", [(401, 0.0), (404, 0.0), (None, 0.0), (307, 0.0), (200, 0.5), (500, 0.5)])
-def test_a_stopped_teacher_is_not_asked_again_and_the_others_go_on(path: Path, status: int | None, counted: float) -> None:
-    good, bad = Rule("good", usd=0.25), Rule("bad", lambda r: TeacherStop("bad", status, "cannot"), 0.5, concurrency=1)
+def test_a_stopped_teacher_is_not_asked_again_and_the_others_go_on(
+    path: Path, status: int | None, counted: float
+) -> None:
+    good, bad = (
+        Rule("good", usd=0.25),
+        Rule("bad", lambda r: TeacherStop("bad", status, "cannot"), 0.5, concurrency=1),
+    )
     out = go(states(10), [good, bad], 100.0, ledger=path)
     assert len(bad.seen) == 1 and len(good.seen) == 10 and out.stopped == {"bad": "bad: cannot"}
     assert all(list(row) == ["good"] for row in out.actions.values())
@@ -162,10 +207,17 @@ def test_an_exception_loses_no_other_reply_and_stays_counted(path: Path, wrong: 
 
 
 def test_another_models_answer_stops_the_teacher_and_is_filed(path: Path) -> None:
-    rule = lambda r: TeacherReply(r.key, "a", None, "skipped", "other_model", model="cheap/one", cost_usd=0.25)  # noqa: E731
+    def rule(r):
+        return TeacherReply(r.key, "a", None, "skipped", "other_model", model="cheap/one", cost_usd=0.25)
+
     teacher = Rule("a", rule, 0.5, concurrency=1)
     out = go(states(9), [teacher], ledger=path)
-    assert len(teacher.seen) == 1 and "cheap/one" in out.stopped["a"] and out.spent_usd == 0.25 and len(out.unasked) == 8
+    assert (
+        len(teacher.seen) == 1
+        and "cheap/one" in out.stopped["a"]
+        and out.spent_usd == 0.25
+        and len(out.unasked) == 8
+    )
 
 
 def test_a_request_that_cannot_be_made_costs_that_state_only(path: Path) -> None:
@@ -176,7 +228,9 @@ def test_a_request_that_cannot_be_made_costs_that_state_only(path: Path) -> None
             return super().request(state)
 
     out = go(states(5), [Picky("picky", usd=0.25), Rule("good")], ledger=path)
-    assert [(m.state_id, m.teacher) for m in out.skipped] == [("s/3", "picky")] and out.actions["s/3"].keys() == {"good"}
+    assert [(m.state_id, m.teacher) for m in out.skipped] == [("s/3", "picky")] and out.actions[
+        "s/3"
+    ].keys() == {"good"}
 
 
 def test_a_reply_under_a_wrong_key_is_filed_where_it_belongs(path: Path) -> None:
@@ -190,7 +244,9 @@ def test_a_reply_under_a_wrong_key_is_filed_where_it_belongs(path: Path) -> None
 
 @settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 2**32), ceiling=st.floats(0, 3), lossy=st.booleans())
-def test_ceiling_is_never_passed_with_64_calls_in_flight(tmp_path_factory, seed: int, ceiling: float, lossy: bool) -> None:
+def test_ceiling_is_never_passed_with_64_calls_in_flight(
+    tmp_path_factory, seed: int, ceiling: float, lossy: bool
+) -> None:
     rng, billed = random.Random(seed), []
     path = tmp_path_factory.mktemp("ceiling") / "replay.jsonl"
 
@@ -204,8 +260,14 @@ def test_ceiling_is_never_passed_with_64_calls_in_flight(tmp_path_factory, seed:
             cost = self.worst_case_usd(request) * rng.choice([0, rng.random(), 1])
             billed.append(cost)
             unknown = lossy and rng.random() < 0.2
-            return TeacherReply(request.key, self.name, None if unknown else Action("yes"), "skipped" if unknown else "ok",
-                                "lost" if unknown else "", cost_usd=None if unknown else cost)
+            return TeacherReply(
+                request.key,
+                self.name,
+                None if unknown else Action("yes"),
+                "skipped" if unknown else "ok",
+                "lost" if unknown else "",
+                cost_usd=None if unknown else cost,
+            )
 
     for n in (40, 80):  # a second run under the same ceiling
         out = go(states(n), [Random("a", concurrency=64), Random("b", concurrency=64)], ceiling, ledger=path)
@@ -227,7 +289,11 @@ def test_exhausted_budget_keeps_what_is_done_and_what_is_cached(path: Path) -> N
     go([state(9)], [Rule("a", usd=0.25)], ledger=path)
     out = go(states(10), [Rule("a", usd=0.25)], 1.0, ledger=path)
     assert out.calls == 3 and out.actions["s/9"] and out.spent_usd == 1.0
-    assert len(out.unasked) == 6 and all(m.reason.startswith("budget:") for m in out.unasked) and "ceiling of 1 USD" in out.halted
+    assert (
+        len(out.unasked) == 6
+        and all(m.reason.startswith("budget:") for m in out.unasked)
+        and "ceiling of 1 USD" in out.halted
+    )
     more = go(states(10), [Rule("a", usd=0.25)], 2.0, ledger=path)
     assert more.calls == 4 and more.cached == 4
 
@@ -238,7 +304,9 @@ def test_what_was_in_flight_at_a_kill_counts_under_the_ceiling(path: Path) -> No
         for s in states(2):
             ledger.request_sync(teacher.request(s), 0.25, s.state_id)
     out = go(states(10), [teacher], 1.0, ledger=path)
-    assert out.calls == 2 and (out.spent_usd, out.reserved_usd) == (0.5, 0.5) and out.halted.startswith("budget")
+    assert (
+        out.calls == 2 and (out.spent_usd, out.reserved_usd) == (0.5, 0.5) and out.halted.startswith("budget")
+    )
 
 
 def test_a_question_above_the_whole_ceiling_stops_no_other(path: Path) -> None:
@@ -306,7 +374,9 @@ def test_equal_questions_are_one_call(path: Path) -> None:
 
 def test_a_state_id_that_comes_twice_is_reported() -> None:
     out = go([state(0), replace(state(1), state_id="s/0")], [Rule("a")])
-    assert out.calls == 1 and [(m.state_id, m.reason) for m in out.skipped] == [("s/0", "state: an earlier state has this id")]
+    assert out.calls == 1 and [(m.state_id, m.reason) for m in out.skipped] == [
+        ("s/0", "state: an earlier state has this id")
+    ]
 
 
 def test_own_vendor_is_dropped(path: Path) -> None:
@@ -314,7 +384,9 @@ def test_own_vendor_is_dropped(path: Path) -> None:
     teachers = [Rule("c", model="anthropic/claude-haiku-4.5"), Rule("q", model="qwen/qwen3")]
     out = go(mixed, teachers)
     assert [set(out.actions[f"s/{i}"]) for i in range(3)] == [{"q"}, {"c", "q"}, {"c", "q"}]
-    assert [(m.state_id, m.teacher) for m in out.unasked] == [("s/0", "c")] and "anthropic" in out.unasked[0].reason
+    assert [(m.state_id, m.teacher) for m in out.unasked] == [("s/0", "c")] and "anthropic" in out.unasked[
+        0
+    ].reason
     assert len(go(mixed, teachers, allow_same_vendor=True).actions["s/0"]) == 2
 
 
@@ -345,7 +417,9 @@ def test_skipped_replies_are_asked_again_on_request_only(path: Path) -> None:
     assert go(states(3), [fine], ledger=path, ask_again=("timeout",)).calls == 0
 
 
-def test_a_ledger_that_cannot_be_written_ends_the_run_before_more_calls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_cannot_be_written_ends_the_run_before_more_calls(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teacher, fsync, count = Rule("a", usd=0.125, wait=0.001, concurrency=2), os.fsync, [0]
 
     def full(fd: int) -> None:
@@ -362,7 +436,11 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_before_more_calls(path: Pa
         called, lost = len(teacher.seen), len(ledger.open_requests)
         assert 2 <= called <= 14 and len(ledger) + lost == called and lost <= 2
         out = go(states(100), [teacher], 100.0, ledger=ledger)
-        assert out.calls == 100 - called + lost and all(out.actions.values()) and out.reserved_usd == 0.125 * lost
+        assert (
+            out.calls == 100 - called + lost
+            and all(out.actions.values())
+            and out.reserved_usd == 0.125 * lost
+        )
 
 
 def test_a_broken_stream_of_states_loses_nothing(path: Path) -> None:
@@ -395,7 +473,9 @@ def test_cancelled_replay_writes_what_arrives_and_asks_no_more(path: Path) -> No
         assert len(ledger) == 4 and not ledger.open_requests
 
 
-def test_replay_cancelled_while_its_request_is_being_written_calls_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_cancelled_while_its_request_is_being_written_calls_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teacher, fsync, writing = Rule("a", usd=0.125), os.fsync, threading.Event()
 
     def slow(fd: int) -> None:
@@ -422,7 +502,9 @@ def test_cancelled_replay_does_not_wait_for_ever(path: Path) -> None:
     teacher = Rule("a", usd=0.125, wait=60)
 
     async def cut() -> float:
-        work = asyncio.create_task(replay_trace(states(9), [teacher], ledger=path, progress=False, grace_s=0.05))
+        work = asyncio.create_task(
+            replay_trace(states(9), [teacher], ledger=path, progress=False, grace_s=0.05)
+        )
         while teacher.now < 8:
             await asyncio.sleep(0.001)
         start = time.perf_counter()
@@ -451,7 +533,9 @@ replay_trace_sync(states(50), [Loud("a", usd=0.125, wait=1.0, concurrency=4)], l
 
 def test_keyboard_interrupt_waits_for_replies_in_flight(path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED, str(path)]
-    child = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert child.stdout.readline() == "asking\n"
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=30)
@@ -463,7 +547,10 @@ def test_keyboard_interrupt_waits_for_replies_in_flight(path: Path) -> None:
 def test_one_replay_per_ledger_at_a_time(path: Path) -> None:
     async def both() -> list:
         with Ledger(path) as ledger:
-            runs = (replay_trace(states(5), [Rule("a", usd=0.125, wait=0.01)], ledger=ledger, progress=False) for _ in range(2))
+            runs = (
+                replay_trace(states(5), [Rule("a", usd=0.125, wait=0.01)], ledger=ledger, progress=False)
+                for _ in range(2)
+            )
             return await asyncio.gather(*runs, return_exceptions=True)
 
     results = asyncio.run(both())
@@ -485,11 +572,20 @@ def test_sync_twin_inside_a_running_loop(path: Path) -> None:
 
 
 def test_dry_run_calls_nobody_and_leaves_no_trace(path: Path, capsys: pytest.CaptureFixture) -> None:
-    calls_nobody = [Rule("a", lambda r: pytest.fail("asked"), 0.25, worst=0.5), Rule("b", lambda r: pytest.fail("asked"))]
+    calls_nobody = [
+        Rule("a", lambda r: pytest.fail("asked"), 0.25, worst=0.5),
+        Rule("b", lambda r: pytest.fail("asked")),
+    ]
     twin = replace(state(0), state_id="twin")
     found = go([*states(4), twin], calls_nobody, 3.0, ledger=path, dry_run=True, progress=True)
     assert isinstance(found, Estimate) and asked(*calls_nobody) == 0 and not path.exists()
-    assert (found.states, found.calls, found.cached, found.worst_usd, found.expected_usd) == (5, 8, 0, 2.0, 1.0)
+    assert (found.states, found.calls, found.cached, found.worst_usd, found.expected_usd) == (
+        5,
+        8,
+        0,
+        2.0,
+        1.0,
+    )
     assert "half the worst case" in found.assumption and str(found) in capsys.readouterr().out
 
 
@@ -497,7 +593,9 @@ def test_dry_run_knows_the_ledger(path: Path) -> None:
     go(states(3), [Rule("a", usd=0.125, worst=0.5)], ledger=path)
     before = path.read_bytes()
     for ledger in (path, Ledger(path, offline=True)):
-        found = go(states(5), [Rule("a", lambda r: pytest.fail("asked"), worst=0.5)], ledger=ledger, dry_run=True)
+        found = go(
+            states(5), [Rule("a", lambda r: pytest.fail("asked"), worst=0.5)], ledger=ledger, dry_run=True
+        )
         assert (found.calls, found.cached, found.worst_usd, found.expected_usd) == (2, 3, 1.0, 0.25)
         assert "3 replies on disk" in found.assumption and found.committed_usd == 0.375
     assert path.read_bytes() == before
@@ -542,8 +640,14 @@ def test_signs(path: Path, did: str, more: dict, cheap: Action, asked_in_all: in
 def test_order_of_price_is_the_order_of_asking(path: Path) -> None:
     log: list[str] = []
     speak = lambda name, said: lambda r: log.append(name) or said  # noqa: E731
-    skip = lambda name: lambda r: log.append(name) or TeacherReply(r.key, name, None, "skipped", "empty", cost_usd=0.0)  # noqa: E731
-    teachers = [Rule("dear", speak("dear", DIFFER), 0.5), Rule("cheap", skip("cheap"), 0.0625), Rule("mid", speak("mid", AGREE), 0.25)]
+    def skip(name):
+        return lambda r: log.append(name) or TeacherReply(r.key, name, None, "skipped", "empty", cost_usd=0.0)
+
+    teachers = [
+        Rule("dear", speak("dear", DIFFER), 0.5),
+        Rule("cheap", skip("cheap"), 0.0625),
+        Rule("mid", speak("mid", AGREE), 0.25),
+    ]
     out = go([state(0)], teachers, ledger=path, gate=VOIGate())
     assert log == ["cheap", "mid"] and out.decisions["s/0"].why == "agrees" and out.saved_usd == 0.5
 
@@ -557,7 +661,11 @@ def test_a_stopped_cheapest_hands_over_to_the_next(path: Path) -> None:
 def test_equal_calls_agree_whatever_the_order_of_names() -> None:
     did = Action(tool_calls=(ToolCall("f", {"a": 1, "b": [2]}),))
     trace = [TraceState("s/0", [{"role": "user", "content": "0"}], did)]
-    for said, pursued in ((ToolCall("f", {"b": [2], "a": 1}), False), (ToolCall("f", {"a": 1, "b": [3]}), True), (ToolCall("g", did.tool_calls[0].arguments), True)):
+    for said, pursued in (
+        (ToolCall("f", {"b": [2], "a": 1}), False),
+        (ToolCall("f", {"a": 1, "b": [3]}), True),
+        (ToolCall("g", did.tool_calls[0].arguments), True),
+    ):
         cheap = Rule("cheap", lambda r, said=said: Action("I will.", (said,)))
         assert go(trace, [cheap, Rule("other")], gate=VOIGate()).decisions["s/0"].pursue == pursued
     judged = go(trace, [Rule("cheap"), Rule("other")], gate=VOIGate(same_action=lambda a, b: True))
@@ -576,7 +684,9 @@ def test_value_form(path: Path, worth: float, pursue: bool) -> None:
 
 def test_value_form_without_an_estimate_prices_the_signs(path: Path) -> None:
     for cheap, pursue in ((DIFFER, True), (AGREE, False)):
-        out = go([state(0)], three(cheap), ledger=path.with_name(f"{pursue}.jsonl"), gate=VOIGate(weight_usd=1.0))
+        out = go(
+            [state(0)], three(cheap), ledger=path.with_name(f"{pursue}.jsonl"), gate=VOIGate(weight_usd=1.0)
+        )
         assert out.decisions["s/0"].pursue == pursue
 
 
@@ -595,7 +705,9 @@ def test_a_probability_is_one(path: Path) -> None:
 
 
 def test_resume_of_10000_states(path: Path) -> None:
-    trace = [replace(s, messages=[{"role": "system", "content": "x" * 1000}, *s.messages]) for s in states(10_000)]
+    trace = [
+        replace(s, messages=[{"role": "system", "content": "x" * 1000}, *s.messages]) for s in states(10_000)
+    ]
     teacher = Rule("a", usd=1e-4)
 
     async def record() -> None:
@@ -645,3 +757,18 @@ def test_a_question_outside_a_replay_is_reserved_and_written(path: Path) -> None
         assert first == again and len(teacher.seen) == 1 and budget.spent_usd == 0.125 == ledger.spent_usd
         refused = asyncio.run(ask(requests[1]))
         assert (refused.outcome, refused.reason) == ("skipped", "budget") and len(teacher.seen) == 1
+
+
+def test_options_as_an_object_and_as_keywords_are_one_and_unknown_ones_raise() -> None:
+    options, teacher = ReplayOptions(progress=False, gate=VOIGate(weight_usd=0.0)), Rule("a")
+    grouped = asyncio.run(replay_trace(states(3), [teacher], options=options))
+    flat = go(states(3), [teacher], gate=options.gate)
+    assert grouped.actions == flat.actions and grouped.decisions == flat.decisions
+    assert (
+        asyncio.run(replay_trace(states(3), [teacher], options=options, gate=AskAll())).decisions
+        != flat.decisions
+    )
+    with pytest.raises(TypeError, match="retries"):
+        go(states(3), [teacher], retries=2)
+    with pytest.raises(ValueError, match="concurrency is 0"):
+        ReplayOptions(concurrency=0)

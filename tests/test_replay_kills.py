@@ -26,7 +26,10 @@ MODEL, PLACES = "vendor/ok", 8
 
 
 def states(count: int) -> list[TraceState]:
-    return [TraceState(f"s/{i}", [{"role": "user", "content": f"question {i} " + "x" * (i % 50)}], Action("no")) for i in range(count)]
+    return [
+        TraceState(f"s/{i}", [{"role": "user", "content": f"question {i} " + "x" * (i % 50)}], Action("no"))
+        for i in range(count)
+    ]
 
 
 def teacher(base_url: str) -> HTTPTeacher:
@@ -76,7 +79,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def run_and_kill(arguments: list[str], server: Server, delay_s: float, while_starting: bool) -> None:
     "Kill it `delay_s` after it began to ask, or after it began at all."
     before = server.log.stat().st_size
-    with subprocess.Popen([sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         while not while_starting and server.log.stat().st_size == before and process.poll() is None:
             time.sleep(0.001)
@@ -86,7 +91,9 @@ def run_and_kill(arguments: list[str], server: Server, delay_s: float, while_sta
 
 
 def run_to_the_end(arguments: list[str]) -> dict:
-    done = subprocess.run([sys.executable, "-c", CLIENT, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, *arguments], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -96,13 +103,17 @@ def contents(count: int, base_url: str) -> dict[str, tuple[str, str, float]]:
     found = {}
     for state in states(count):
         request = teacher(base_url).request(state)
-        content = hashlib.sha256(json.dumps([MODEL, list(request.messages)], sort_keys=True).encode()).hexdigest()
+        content = hashlib.sha256(
+            json.dumps([MODEL, list(request.messages)], sort_keys=True).encode()
+        ).hexdigest()
         text = state.messages[-1]["content"]
         found[state.state_id] = content, request.key, (len(text) // 4 + 10) * 1e-6 + 12 * 2e-6
     return found
 
 
-def kill_and_resume(server: Server, arguments: list[str], keys: list[str], *, kills: int, seed: int) -> list[int]:
+def kill_and_resume(
+    server: Server, arguments: list[str], keys: list[str], *, kills: int, seed: int
+) -> list[int]:
     "Kill `kills` times at random moments; requests left open after each. A reply seen once must stay."
     rng, seen, left_open, path = random.Random(seed), {}, [], Path(arguments[2])
     for _ in range(kills):
@@ -124,7 +135,9 @@ def prepare(server: Server, tmp_path: Path, count: int, ceiling: float) -> list[
 def test_twenty_kills_then_the_end(server: Server, tmp_path: Path) -> None:
     count, ceiling = 700, 1.0
     arguments, questions = prepare(server, tmp_path, count, ceiling), contents(count, server.base_url)
-    left_open = kill_and_resume(server, arguments, [key for _, key, _ in questions.values()], kills=20, seed=0)
+    left_open = kill_and_resume(
+        server, arguments, [key for _, key, _ in questions.values()], kills=20, seed=0
+    )
     last = run_to_the_end(arguments)
     assert last["actions"] == count and last["halted"] == "" and 0 < last["calls"] < count
 

@@ -39,8 +39,14 @@ def question(text: str = "Which file?", tools=()) -> TraceState:
 def ask(server, fault: str, *, text: str | None = None, **options) -> TeacherReply:
     """One question to the fault, with a price above zero so that unknown costs stay unknown."""
     model = f"vendor/{fault}"
-    options = {"timeout_s": 2.0, "backoff_s": 0.01, "prices": Prices("d", "s", {model: Price(1e-6, 2e-6)})} | options
-    return asyncio.run(_ask(HTTPTeacher(model, server.base_url, **options), question(text or f"{fault} {time.monotonic()}")))
+    options = {
+        "timeout_s": 2.0,
+        "backoff_s": 0.01,
+        "prices": Prices("d", "s", {model: Price(1e-6, 2e-6)}),
+    } | options
+    return asyncio.run(
+        _ask(HTTPTeacher(model, server.base_url, **options), question(text or f"{fault} {time.monotonic()}"))
+    )
 
 
 async def _ask(teacher, state):
@@ -58,21 +64,50 @@ def seen(server, fault: str) -> tuple[int, int]:
 
 # fault, reason, is the cost known?
 SKIPS = [
-    ("never", "timeout", False), ("drip~0.02", "timeout", False),
-    ("reset", "lost", False), ("reset-early", "lost", False), ("hang-up", "lost", False), ("length-long", "lost", False),
+    ("never", "timeout", False),
+    ("drip~0.02", "timeout", False),
+    ("reset", "lost", False),
+    ("reset-early", "lost", False),
+    ("hang-up", "lost", False),
+    ("length-long", "lost", False),
     ("huge~10", "too_large", False),
-    ("invalid-json", "invalid_json", False), ("not-an-object", "invalid_json", False), ("deep-json", "invalid_json", False),
-    ("not-utf8", "invalid_json", False), ("html", "invalid_json", False), ("length-short", "invalid_json", False),
-    ("empty-choices", "empty", True), ("empty", "empty", True), ("filter", "content_filter", True), ("refusal", "refusal", True),
-    ("error-200", "upstream_error", True), ("finish-error", "upstream_error", True),
-    ("truncated", "truncated", True), ("truncated~stop", "invalid_call", True), ("truncated-text", "truncated", True),
-    ("strange", "invalid_call", False), ("other-model", "other_model", True),
+    ("invalid-json", "invalid_json", False),
+    ("not-an-object", "invalid_json", False),
+    ("deep-json", "invalid_json", False),
+    ("not-utf8", "invalid_json", False),
+    ("html", "invalid_json", False),
+    ("length-short", "invalid_json", False),
+    ("empty-choices", "empty", True),
+    ("empty", "empty", True),
+    ("filter", "content_filter", True),
+    ("refusal", "refusal", True),
+    ("error-200", "upstream_error", True),
+    ("finish-error", "upstream_error", True),
+    ("truncated", "truncated", True),
+    ("truncated~stop", "invalid_call", True),
+    ("truncated-text", "truncated", True),
+    ("strange", "invalid_call", False),
+    ("other-model", "other_model", True),
 ]
-REFUSED = [("context", "context_length"), ("moderated", "content_filter"), ("status~413", "context_length"), ("status~418", "http_418"),
-           ("status~422", "bad_request")]
-STOPS = [("status~401", TeacherStop, 401), ("bad-key", TeacherStop, 401), ("status~403", TeacherStop, 403), ("status~404", TeacherStop, 404),
-         ("no-model-404", TeacherStop, 404), ("no-model-400", TeacherStop, 400), ("redirect", TeacherStop, 307),
-         ("status~402", OutOfCredit, 402), ("error-200~402", OutOfCredit, 402), ("error-200~401", TeacherStop, 401)]
+REFUSED = [
+    ("context", "context_length"),
+    ("moderated", "content_filter"),
+    ("status~413", "context_length"),
+    ("status~418", "http_418"),
+    ("status~422", "bad_request"),
+]
+STOPS = [
+    ("status~401", TeacherStop, 401),
+    ("bad-key", TeacherStop, 401),
+    ("status~403", TeacherStop, 403),
+    ("status~404", TeacherStop, 404),
+    ("no-model-404", TeacherStop, 404),
+    ("no-model-400", TeacherStop, 400),
+    ("redirect", TeacherStop, 307),
+    ("status~402", OutOfCredit, 402),
+    ("error-200~402", OutOfCredit, 402),
+    ("error-200~401", TeacherStop, 401),
+]
 RETRIED = [f"status~{status}~2" for status in (425, 429, 500, 503, 529)] + ["in-flight-402"]
 
 
@@ -97,7 +132,10 @@ def test_a_refused_question_is_skipped_at_no_cost(server, fault, reason):
 def test_a_refused_teacher_stops(server, fault, kind, status):
     with pytest.raises(TeacherStop) as caught:
         ask(server, fault)
-    assert type(caught.value) is kind and (caught.value.teacher, caught.value.status) == (f"vendor/{fault}", status)
+    assert type(caught.value) is kind and (caught.value.teacher, caught.value.status) == (
+        f"vendor/{fault}",
+        status,
+    )
     assert seen(server, fault)[0] == 1
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), str(again), again.status) == (kind, str(caught.value), status)
@@ -120,7 +158,11 @@ def test_attempts_end(server):
 @pytest.mark.parametrize("fault, wait", [("429-after~0.4", 0.4), ("503-after~0.4", 0.4), ("429-after~date", 0.9)])  # a date has whole seconds
 def test_retry_after_is_kept(server, fault, wait):
     reply = ask(server, fault)
-    times = [line["time"] for line in server.books.read() if line["event"] == "request" and line["model"] == f"vendor/{fault}"]
+    times = [
+        line["time"]
+        for line in server.books.read()
+        if line["event"] == "request" and line["model"] == f"vendor/{fault}"
+    ]
     assert reply.outcome == "ok" and len(times) == 2 and wait <= times[1] - times[0] < wait + 2
     assert seen(server, fault) == (2, 1)
 
@@ -151,7 +193,11 @@ def test_a_429_holds_the_others_back(server):
         return replies
 
     assert all(reply.outcome == "ok" for reply in asyncio.run(run()))
-    times = [line["time"] for line in server.books.read() if line["event"] == "request" and line["model"] == "vendor/held"]
+    times = [
+        line["time"]
+        for line in server.books.read()
+        if line["event"] == "request" and line["model"] == "vendor/held"
+    ]
     assert len(times) == 3 and times[1] - times[0] >= 0.5
 
 
@@ -193,7 +239,9 @@ def test_a_server_that_starts_late_is_waited_for(tmp_path):
         return reply, second.books
 
     reply, books = asyncio.run(run())
-    assert reply.outcome == "ok" and reply.attempts > 1 and books.count("billed", by="model") == {"vendor/ok": 1}
+    assert (
+        reply.outcome == "ok" and reply.attempts > 1 and books.count("billed", by="model") == {"vendor/ok": 1}
+    )
 
 
 def test_lost_replies_are_asked_again_only_on_request(server):
@@ -202,9 +250,14 @@ def test_lost_replies_are_asked_again_only_on_request(server):
     assert reply.outcome == "ok" and reply.attempts == 2 and seen(server, "reset~1") == (2, 2)
     model = "vendor/reset~1"
     price = Price(1e-6, 2e-6)
-    teachers = [HTTPTeacher(model, server.base_url, prices=Prices("d", "s", {model: price}), retry_lost=again) for again in (False, True)]
+    teachers = [
+        HTTPTeacher(model, server.base_url, prices=Prices("d", "s", {model: price}), retry_lost=again)
+        for again in (False, True)
+    ]
     once, often = (t.worst_case_usd(t.request(question(text))) for t in teachers)
-    assert often == 5 * once and reply.cost_usd > once > price.of(reply.prompt_tokens, reply.completion_tokens)
+    assert often == 5 * once and reply.cost_usd > once > price.of(
+        reply.prompt_tokens, reply.completion_tokens
+    )
 
 
 def test_a_stop_after_a_perhaps_paid_attempt_is_filed(server, tmp_path):
@@ -212,7 +265,13 @@ def test_a_stop_after_a_perhaps_paid_attempt_is_filed(server, tmp_path):
     module = teacher_server
     with module.FaultServer(log=tmp_path / "log") as own:
         model = "vendor/reset"
-        teacher = HTTPTeacher(model, own.base_url, prices=Prices("d", "s", {model: Price(1e-6, 2e-6)}), retry_lost=True, backoff_s=0.6)
+        teacher = HTTPTeacher(
+            model,
+            own.base_url,
+            prices=Prices("d", "s", {model: Price(1e-6, 2e-6)}),
+            retry_lost=True,
+            backoff_s=0.6,
+        )
 
         async def run():
             asked = asyncio.create_task(teacher.reply(teacher.request(question())))
@@ -235,7 +294,12 @@ def test_good_answers(server):
     assert tool.action.tool_calls == (call,) and spelled.action.tool_calls[0].arguments == call.arguments
     assert spelled.action.thinking == "look first" and spelled.action.text == ""
     assert version.outcome == "ok" and version.model.startswith("vendor/versioned-20")
-    assert (text.provider, text.cached_tokens, text.reasoning_tokens, text.completion_tokens) == ("Faulty", 4, 3, 12)
+    assert (text.provider, text.cached_tokens, text.reasoning_tokens, text.completion_tokens) == (
+        "Faulty",
+        4,
+        3,
+        12,
+    )
     assert text.cost_usd == pytest.approx(text.prompt_tokens * 1e-6 + 12 * 2e-6) and 0 < text.latency_s < 2
     assert ask(server, "other-model", accept_models=("someone/else-1",)).outcome == "ok"
 
@@ -253,7 +317,10 @@ def test_two_event_loops_use_one_teacher(server):
 
 
 def frames_text(error: BaseException) -> str:
-    """What a careless traceback printer shows: the chain of exceptions, and every local of every frame, one level deep."""
+    """What a careless traceback printer shows.
+
+    The chain of exceptions, and every local of every frame, one level deep.
+    """
     shown, queue, done = [], [error], set()
     while queue:
         error = queue.pop()
@@ -284,9 +351,22 @@ def test_the_key_appears_nowhere(server, monkeypatch):
     root.setLevel(logging.DEBUG)
     try:
         for fault in ALL_FAULTS:
-            teacher = HTTPTeacher(f"vendor/{fault}", server.base_url, api_key_env="TEACHER_TEST_KEY", timeout_s=0.3, backoff_s=0.01)
+            teacher = HTTPTeacher(
+                f"vendor/{fault}",
+                server.base_url,
+                api_key_env="TEACHER_TEST_KEY",
+                timeout_s=0.3,
+                backoff_s=0.01,
+            )
             request = teacher.request(question(f"key {fault}"))
-            texts += [repr(teacher), repr(request), request.key, json.dumps(teacher.body(request)), repr(vars(teacher)), repr(vars(teacher._endpoint))]
+            texts += [
+                repr(teacher),
+                repr(request),
+                request.key,
+                json.dumps(teacher.body(request)),
+                repr(vars(teacher)),
+                repr(vars(teacher._endpoint)),
+            ]
             try:
                 reply = asyncio.run(_ask(teacher, question(f"key {fault}")))
                 texts += [repr(reply), json.dumps(reply.to_record()), pickle.dumps(reply).decode("latin-1")]
@@ -298,7 +378,9 @@ def test_the_key_appears_nowhere(server, monkeypatch):
         root.setLevel(level)
     log = stream.getvalue()
     assert "receive_response_headers" in log  # httpcore did log at DEBUG
-    log = "\n".join(line for line in log.split("\n") if "X-Echo" not in line)  # headers that the endpoint sent, logged by httpcore
+    log = "\n".join(
+        line for line in log.split("\n") if "X-Echo" not in line
+    )  # headers that the endpoint sent, logged by httpcore
     assert not [text for text in [*texts, log] if KEY in text or "PLANTED" in text]
 
 
@@ -310,7 +392,9 @@ def test_the_key_is_sent_and_only_when_named(server, monkeypatch):
 
 def test_a_word_that_stands_for_no_key_is_no_secret(server, monkeypatch):
     monkeypatch.setenv("TEACHER_TEST_KEY", "EMPTY")
-    assert ask(server, "ok", text="EMPTY list", api_key_env="TEACHER_TEST_KEY").action.text == "echo: EMPTY list"
+    assert (
+        ask(server, "ok", text="EMPTY list", api_key_env="TEACHER_TEST_KEY").action.text == "echo: EMPTY list"
+    )
 
 
 def test_closing_and_asking_again(server):
@@ -394,7 +478,9 @@ def test_requests_per_second_is_kept_at_the_server(tmp_path):
         teacher = HTTPTeacher("vendor/ok", own.base_url, concurrency=16, requests_per_second=50)
 
         async def run():
-            replies = await asyncio.gather(*(teacher.reply(teacher.request(question(str(i)))) for i in range(60)))
+            replies = await asyncio.gather(
+                *(teacher.reply(teacher.request(question(str(i)))) for i in range(60))
+            )
             await teacher.aclose()
             return replies
 
@@ -406,7 +492,9 @@ def test_requests_per_second_is_kept_at_the_server(tmp_path):
 
 def test_a_killed_server_leaves_its_books(tmp_path):
     log = tmp_path / "calls.jsonl"
-    process = subprocess.Popen([sys.executable, *SERVER, "--log", str(log)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *SERVER, "--log", str(log)], stdout=subprocess.PIPE, text=True
+    )
     base_url = json.loads(process.stdout.readline())["base_url"]
     teacher = HTTPTeacher("vendor/ok", base_url)
     assert asyncio.run(_ask(teacher, question())).outcome == "ok"

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from composer_nb.replay.endpoints import TokenBucket, retry_after_s
+from composer_nb.replay.endpoints import Limits, TokenBucket, retry_after_s
 from composer_nb.replay.gate import drop_vendor
-from composer_nb.replay.http_teacher import HTTPTeacher, same_model
-from composer_nb.replay.local_teacher import LocalTeacher, shows_tools, tools_as_text
+from composer_nb.replay.http_teacher import HTTPTeacher, RequestSettings, same_model
+from composer_nb.replay.local_teacher import LocalTeacher, generate, shows_tools, tools_as_text
 from composer_nb.replay.prices import DEFAULT_TEACHERS, Price, Prices, prompt_token_bound
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest, teacher_messages
 from composer_nb.traces import Action, ToolCall, TraceState, vendor_of
@@ -33,9 +33,16 @@ json_values = st.recursive(
 )
 TOOL = {"type": "function", "function": {"name": "read_file", "description": "Reads.", "parameters": {
     "type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}
-CALL = {"id": "call_0001", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "core.py"}'}}
-TALK = [{"role": "user", "content": "Open core.py."}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_0001", "name": "read_file", "content": "def shift(): ..."}]
+CALL = {
+    "id": "call_0001",
+    "type": "function",
+    "function": {"name": "read_file", "arguments": '{"path": "core.py"}'},
+}
+TALK = [
+    {"role": "user", "content": "Open core.py."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_0001", "name": "read_file", "content": "def shift(): ..."},
+]
 
 
 def state(text: str = "Hello", **fields) -> TraceState:
@@ -56,8 +63,16 @@ def test_a_key_does_not_depend_on_spelling(content, options, seed):
     assert dataclasses.replace(one, options=json.loads(json.dumps(options))).key == one.key
 
 
-CHANGES = {"teacher": "u", "model": "n", "messages": ({"role": "user", "content": "x"},), "tools": (TOOL,), "max_tokens": 7,
-           "temperature": 0.5, "seed": 1, "options": {"top_p": 0.9}}
+CHANGES = {
+    "teacher": "u",
+    "model": "n",
+    "messages": ({"role": "user", "content": "x"},),
+    "tools": (TOOL,),
+    "max_tokens": 7,
+    "temperature": 0.5,
+    "seed": 1,
+    "options": {"top_p": 0.9},
+}
 
 
 def test_every_field_changes_the_key():
@@ -69,34 +84,65 @@ def test_every_field_changes_the_key():
 
 def test_the_key_is_the_same_in_every_session():
     """A known value: a change of the canonical form would make every paid reply unknown."""
-    request = TeacherRequest("t", "v/m", ({"role": "user", "content": "caf\u00e9 \ud800"},), (TOOL,), 5, 0.0, 3, {"top_p": 0.9})
+    request = TeacherRequest(
+        "t", "v/m", ({"role": "user", "content": "caf\u00e9 \ud800"},), (TOOL,), 5, 0.0, 3, {"top_p": 0.9}
+    )
     assert request.key == "2c838e34cba3677e43cb71391fdee23b5d702848132cda89a7c947b466491671"
 
 
 def test_address_and_price_are_not_in_the_key():
     price = Prices("d", "s", {"v/m": Price(1e-6, 1e-6)})
-    keys = {HTTPTeacher("v/m", url, prices=p).request(state()).key for url in ("http://localhost:1/v1", "https://openrouter.ai/api/v1")
-            for p in (None, price)}
+    keys = {
+        HTTPTeacher("v/m", url, prices=p).request(state()).key
+        for url in ("http://localhost:1/v1", "https://openrouter.ai/api/v1")
+        for p in (None, price)
+    }
     assert len(keys) == 1
 
 
 arguments = st.dictionaries(st.text(), json_values, max_size=3) | st.text()
 calls = st.builds(ToolCall, name=st.text(min_size=1), arguments=arguments, id=st.text())
-actions = st.builds(Action, text=st.text(), tool_calls=st.lists(calls, max_size=3).map(tuple), thinking=st.text())
+actions = st.builds(
+    Action, text=st.text(), tool_calls=st.lists(calls, max_size=3).map(tuple), thinking=st.text()
+)
 
 
 @given(action=st.none() | actions, cost=st.none() | st.floats(0, 1e3), tokens=st.integers(0, 10**9))
 @relaxed
 def test_a_reply_survives_json(action, cost, tokens):
-    reply = TeacherReply("k", "t", action, "ok" if action else "skipped", "" if action else "timeout", cost_usd=cost, prompt_tokens=tokens)
+    reply = TeacherReply(
+        "k",
+        "t",
+        action,
+        "ok" if action else "skipped",
+        "" if action else "timeout",
+        cost_usd=cost,
+        prompt_tokens=tokens,
+    )
     assert TeacherReply.from_record(json.loads(json.dumps(reply.to_record()))) == reply
 
 
 def test_a_teacher_sees_the_context_and_no_thoughts():
     messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
-        {"role": "user", "content": [{"type": "text", "text": "See:"}, {"type": "image_url", "image_url": {"url": "http://x"}}, "and so on"]},
-        {"role": "assistant", "content": "ok", "reasoning_content": "SECRET PLAN", "reasoning": "SECRET PLAN", "tool_calls": [CALL]},
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "See:"},
+                {"type": "image_url", "image_url": {"url": "http://x"}},
+                "and so on",
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": "ok",
+            "reasoning_content": "SECRET PLAN",
+            "reasoning": "SECRET PLAN",
+            "tool_calls": [CALL],
+        },
         TALK[2],
     ]
     kept = json.dumps(messages)
@@ -111,8 +157,13 @@ def test_a_teacher_sees_the_context_and_no_thoughts():
 def test_prompt_is_a_text_or_a_function():
     assert teacher_messages(TALK, "Be brief.")[0] == {"role": "system", "content": "Be brief."}
     assert teacher_messages(TALK, lambda messages: messages[:1]) == (TALK[0],)
-    assert teacher_messages(TALK) == tuple(TALK) and teacher_messages([], "x") == ({"role": "system", "content": "x"},)
-    assert HTTPTeacher("m", "http://localhost/v1", prompt="a").request(state()).key != HTTPTeacher("m", "http://localhost/v1").request(state()).key
+    assert teacher_messages(TALK) == tuple(TALK) and teacher_messages([], "x") == (
+        {"role": "system", "content": "x"},
+    )
+    assert (
+        HTTPTeacher("m", "http://localhost/v1", prompt="a").request(state()).key
+        != HTTPTeacher("m", "http://localhost/v1").request(state()).key
+    )
 
 
 # --- prices ---
@@ -167,13 +218,27 @@ def test_a_broken_price_file_says_what_it_needs(tmp_path, text):
 
 
 def test_openrouter_prices_are_texts():
-    listing = {"data": [
-        {"id": "a/b", "pricing": {"prompt": "0.00000027", "completion": "0.000001", "internal_reasoning": "0.000003", "request": "0.01", "image": "5"}},
-        {"id": "a/c:free", "pricing": {"prompt": "0", "completion": "0"}},
-        {"id": "openrouter/auto", "pricing": {"prompt": "-1", "completion": "-1"}},
-    ]}
+    listing = {
+        "data": [
+            {
+                "id": "a/b",
+                "pricing": {
+                    "prompt": "0.00000027",
+                    "completion": "0.000001",
+                    "internal_reasoning": "0.000003",
+                    "request": "0.01",
+                    "image": "5",
+                },
+            },
+            {"id": "a/c:free", "pricing": {"prompt": "0", "completion": "0"}},
+            {"id": "openrouter/auto", "pricing": {"prompt": "-1", "completion": "-1"}},
+        ]
+    }
     prices = Prices.from_openrouter(listing, date="2026-11-20")
-    assert prices.models == {"a/b": Price(2.7e-7, 3e-6, 0.01), "a/c:free": Price(0, 0)} and prices.date == "2026-11-20"
+    assert (
+        prices.models == {"a/b": Price(2.7e-7, 3e-6, 0.01), "a/c:free": Price(0, 0)}
+        and prices.date == "2026-11-20"
+    )
 
 
 @given(texts=st.lists(st.text(max_size=60), min_size=1, max_size=4), with_tools=st.booleans())
@@ -181,7 +246,9 @@ def test_openrouter_prices_are_texts():
 def test_bytes_bound_the_tokens_of_a_real_tokenizer(texts, with_tools):
     messages = tuple({"role": "user", "content": text} for text in texts)
     request = TeacherRequest("t", "m", messages, (TOOL,) if with_tools else ())
-    ids = TOKENIZER.apply_chat_template(tools_as_text(messages, request.tools), add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = TOKENIZER.apply_chat_template(
+        tools_as_text(messages, request.tools), add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     assert len(ids) <= prompt_token_bound(request)
 
 
@@ -200,7 +267,9 @@ def test_worst_case():
     prices = Prices("2026-11-20", "s", {"v/m": Price(1e-6, 1e-5, 0.5)})
     teacher = HTTPTeacher("v/m", "https://example.org/v1", prices=prices, max_tokens=100)
     request = teacher.request(state())
-    assert teacher.worst_case_usd(request) == pytest.approx(prompt_token_bound(request) * 1e-6 + 100 * 1e-5 + 0.5)
+    assert teacher.worst_case_usd(request) == pytest.approx(
+        prompt_token_bound(request) * 1e-6 + 100 * 1e-5 + 0.5
+    )
     assert HTTPTeacher("v/m", "http://127.0.0.1:8000/v1").worst_case_usd(request) == 0
     assert HTTPTeacher("v/m:free").worst_case_usd(request) == 0
     with pytest.raises(ValueError, match="'v/m' is not known.*pass prices="):
@@ -266,16 +335,41 @@ def test_retry_after():
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     assert 27 < retry_after_s(soon) <= 30
     assert [retry_after_s(v) for v in ("3", "0.5", "-4", "Wed, 21 Oct 2015 07:28:00 GMT")] == [3, 0.5, 0, 0]
-    assert [retry_after_s(v) for v in (None, "", "soon", "nan", "inf", "Wed, 99 Oct 2015", "Wed, 21 Oct 2015 07:28:00")] == [None] * 7
+    assert [
+        retry_after_s(v)
+        for v in (None, "", "soon", "nan", "inf", "Wed, 99 Oct 2015", "Wed, 21 Oct 2015 07:28:00")
+    ] == [None] * 7
 
 
-SAME = [("v/m", "v/m"), ("v/m", ""), ("v/m", "m"), ("m", "other-host/M"), ("gpt-4o", "gpt-4o-2024-08-06"), ("v/m:free", "v/m"),
-        ("anthropic/claude-sonnet-4.5", "anthropic/claude-4.5-sonnet-20250929"), ("mistral-small-latest", "mistral-small-2503"),
-        ("gpt-3.5-turbo", "gpt-3.5-turbo-0125"), ("gemini-2.0-flash", "gemini-2.0-flash-001"), ("a/b", "a/b@main"), ("qwen3:8b", "qwen3:8b"),
-        ("deepseek/deepseek-v3.2", "deepseek/deepseek-v3.2-20251201"), ("moonshotai/kimi-k2-0905", "moonshotai/kimi-k2-0905")]
-OTHER = [("gpt-4o", "gpt-4o-mini"), ("gpt-4o-2024-05-13", "gpt-4o-2024-08-06"), ("gpt-4o-2024-05-13", "gpt-4o"), ("qwen3:8b", "qwen3:14b"),
-         ("v/m-7b-instruct-v0.2", "v/m-7b-instruct-v0.3"), ("deepseek-chat", "deepseek-chat-v3.1"), ("llama-3.1-8b", "llama-3.1-70b"),
-         ("moonshotai/kimi-k2-0905", "moonshotai/kimi-k2"), ("o1", "o1-pro"), ("glm-4.6", "glm-4.5"), ("claude-opus-4.5", "claude-sonnet-4.5")]
+SAME = [
+    ("v/m", "v/m"),
+    ("v/m", ""),
+    ("v/m", "m"),
+    ("m", "other-host/M"),
+    ("gpt-4o", "gpt-4o-2024-08-06"),
+    ("v/m:free", "v/m"),
+    ("anthropic/claude-sonnet-4.5", "anthropic/claude-4.5-sonnet-20250929"),
+    ("mistral-small-latest", "mistral-small-2503"),
+    ("gpt-3.5-turbo", "gpt-3.5-turbo-0125"),
+    ("gemini-2.0-flash", "gemini-2.0-flash-001"),
+    ("a/b", "a/b@main"),
+    ("qwen3:8b", "qwen3:8b"),
+    ("deepseek/deepseek-v3.2", "deepseek/deepseek-v3.2-20251201"),
+    ("moonshotai/kimi-k2-0905", "moonshotai/kimi-k2-0905"),
+]
+OTHER = [
+    ("gpt-4o", "gpt-4o-mini"),
+    ("gpt-4o-2024-05-13", "gpt-4o-2024-08-06"),
+    ("gpt-4o-2024-05-13", "gpt-4o"),
+    ("qwen3:8b", "qwen3:14b"),
+    ("v/m-7b-instruct-v0.2", "v/m-7b-instruct-v0.3"),
+    ("deepseek-chat", "deepseek-chat-v3.1"),
+    ("llama-3.1-8b", "llama-3.1-70b"),
+    ("moonshotai/kimi-k2-0905", "moonshotai/kimi-k2"),
+    ("o1", "o1-pro"),
+    ("glm-4.6", "glm-4.5"),
+    ("claude-opus-4.5", "claude-sonnet-4.5"),
+]
 
 
 @pytest.mark.parametrize("asked, answered, same", [(*p, True) for p in SAME] + [(*p, False) for p in OTHER])
@@ -288,14 +382,32 @@ def test_same_model(asked, answered, same):
 
 def test_openrouter_gets_its_routing():
     price = Prices("d", "s", {"v/m": Price(2.7e-7, 1e-6, 0.01)})
-    teacher = HTTPTeacher("v/m", prices=price, seed=3, options={"provider": {"only": ["deepinfra"], "allow_fallbacks": False}, "top_p": 0.9})
+    teacher = HTTPTeacher(
+        "v/m",
+        prices=price,
+        seed=3,
+        options={"provider": {"only": ["deepinfra"], "allow_fallbacks": False}, "top_p": 0.9},
+    )
     body = teacher.body(teacher.request(state(tools=[TOOL])))
-    assert body["provider"] == {"only": ["deepinfra"], "allow_fallbacks": False, "enforce_distillable_text": True, "require_parameters": True,
-                                "max_price": {"prompt": 0.27, "completion": 1.0, "request": 0.01}}
-    assert (body["tool_choice"], body["tools"], body["seed"], body["temperature"], body["top_p"]) == ("auto", (TOOL,), 3, 0.0, 0.9)
+    assert body["provider"] == {
+        "only": ["deepinfra"],
+        "allow_fallbacks": False,
+        "enforce_distillable_text": True,
+        "require_parameters": True,
+        "max_price": {"prompt": 0.27, "completion": 1.0, "request": 0.01},
+    }
+    assert (body["tool_choice"], body["tools"], body["seed"], body["temperature"], body["top_p"]) == (
+        "auto",
+        (TOOL,),
+        3,
+        0.0,
+        0.9,
+    )
     assert body["stream"] is False and "models" not in body
     free = HTTPTeacher("v/m:free").body(teacher.request(state()))
-    assert free["provider"]["max_price"] == {"prompt": 0, "completion": 0, "request": 0} and "tools" not in free
+    assert (
+        free["provider"]["max_price"] == {"prompt": 0, "completion": 0, "request": 0} and "tools" not in free
+    )
 
 
 def test_other_hosts_get_no_routing():
@@ -310,21 +422,54 @@ def test_the_key_goes_into_one_header(monkeypatch):
 
     def answer(request: httpx.Request) -> httpx.Response:
         sent.append(request)
-        usage = {"prompt_tokens": 9, "completion_tokens": 2, "cost": 0.1, "is_byok": True, "cost_details": {"upstream_inference_cost": 0.4}}
+        usage = {
+            "prompt_tokens": 9,
+            "completion_tokens": 2,
+            "cost": 0.1,
+            "is_byok": True,
+            "cost_details": {"upstream_inference_cost": 0.4},
+        }
         choice = {"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
-        return httpx.Response(200, json={"model": "v/m", "provider": "P", "choices": [choice], "usage": usage})
+        return httpx.Response(
+            200, json={"model": "v/m", "provider": "P", "choices": [choice], "usage": usage}
+        )
 
     teacher = HTTPTeacher("v/m", transport=httpx.MockTransport(answer))
     reply = asyncio.run(teacher.reply(teacher.request(state())))
-    assert str(sent[0].url) == "https://openrouter.ai/api/v1/chat/completions" and sent[0].headers["authorization"] == "Bearer sk-PLANTED"
-    assert "PLANTED" not in str(sent[0].url) + sent[0].content.decode() + str({k: v for k, v in sent[0].headers.items() if k != "authorization"})
-    assert reply.provider == "P" and reply.cost_usd == pytest.approx(0.5)  # the endpoint's fee and the provider's bill
+    assert (
+        str(sent[0].url) == "https://openrouter.ai/api/v1/chat/completions"
+        and sent[0].headers["authorization"] == "Bearer sk-PLANTED"
+    )
+    assert "PLANTED" not in str(sent[0].url) + sent[0].content.decode() + str(
+        {k: v for k, v in sent[0].headers.items() if k != "authorization"}
+    )
+    assert reply.provider == "P" and reply.cost_usd == pytest.approx(
+        0.5
+    )  # the endpoint's fee and the provider's bill
 
 
-USAGES = [({"prompt_tokens": 10, "completion_tokens": 5, "cost": 0.2}, 0.2), ({"prompt_tokens": 10, "completion_tokens": 5}, 10 * 1e-6 + 5 * 2e-6),
-          ({"prompt_tokens": 10, "completion_tokens": 5, "cost": 0.2, "is_byok": False, "cost_details": {"upstream_inference_cost": 0.2}}, 0.2),
-          ({"cost": 0.2, "is_byok": True}, None), ({}, None), (None, None), ([], None), ({"cost": -1}, None), ({"cost": True}, None),
-          ({"cost": "0.1"}, None), ({"prompt_tokens": True, "completion_tokens": 5}, None)]
+USAGES = [
+    ({"prompt_tokens": 10, "completion_tokens": 5, "cost": 0.2}, 0.2),
+    ({"prompt_tokens": 10, "completion_tokens": 5}, 10 * 1e-6 + 5 * 2e-6),
+    (
+        {
+            "prompt_tokens": 10,
+            "completion_tokens": 5,
+            "cost": 0.2,
+            "is_byok": False,
+            "cost_details": {"upstream_inference_cost": 0.2},
+        },
+        0.2,
+    ),
+    ({"cost": 0.2, "is_byok": True}, None),
+    ({}, None),
+    (None, None),
+    ([], None),
+    ({"cost": -1}, None),
+    ({"cost": True}, None),
+    ({"cost": "0.1"}, None),
+    ({"prompt_tokens": True, "completion_tokens": 5}, None),
+]
 
 
 @pytest.mark.parametrize("usage, cost", USAGES)
@@ -334,8 +479,12 @@ def test_settling(usage, cost):
         return httpx.Response(200, json={"model": "v/m", "choices": [choice], "usage": usage})
 
     prices = Prices("d", "s", {"v/m": Price(1e-6, 2e-6)})
-    teacher = HTTPTeacher("v/m", "https://example.org/v1", prices=prices, transport=httpx.MockTransport(answer))
-    assert asyncio.run(teacher.reply(teacher.request(state()))).cost_usd == (None if cost is None else pytest.approx(cost))
+    teacher = HTTPTeacher(
+        "v/m", "https://example.org/v1", prices=prices, transport=httpx.MockTransport(answer)
+    )
+    assert asyncio.run(teacher.reply(teacher.request(state()))).cost_usd == (
+        None if cost is None else pytest.approx(cost)
+    )
 
 
 @pytest.mark.parametrize("url", ["https://user:sk-PLANTED@host/v1", "https://sk-PLANTED@host/v1", "https://host/v1?key=sk-PLANTED",
@@ -378,7 +527,8 @@ def test_the_makers_of_the_trace_leave_the_pool(caplog):
 NATIVE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NO_SYSTEM = (
@@ -391,9 +541,23 @@ NO_SYSTEM = (
 def wandering() -> LlamaForCausalLM:
     """A random model that does not repeat itself: large weights, and a head of its own."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 49152, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False,
-                         initializer_range=0.7, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    sizes = {
+        "vocab_size": 49152,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        **sizes,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.7,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -419,18 +583,41 @@ def test_a_template_that_does_not_is_tools_as_text():
     teacher = local()
     text = shown(teacher, [{"role": "system", "content": "Be brief."}, *TALK], [TOOL])
     assert not shows_tools(teacher._tokenizer) and text.count("<|im_start|>system") == 1
-    assert "Be brief." in text and '"required": ["path"]' in text and '{"name": "read_file", "arguments": {"path": "core.py"}}' in text
-    assert "<|im_start|>user\nResult of read_file:\ndef shift" in text and text.endswith("<|im_start|>assistant\n")
+    assert (
+        "Be brief." in text
+        and '"required": ["path"]' in text
+        and '{"name": "read_file", "arguments": {"path": "core.py"}}' in text
+    )
+    assert "<|im_start|>user\nResult of read_file:\ndef shift" in text and text.endswith(
+        "<|im_start|>assistant\n"
+    )
 
 
 def test_a_template_without_system_role_gets_it_from_the_user():
-    text = shown(local(NO_SYSTEM), [{"role": "system", "content": "Be brief."}, *TALK, {"role": "user", "content": "Go on."}], [TOOL])
-    assert text.startswith("<user>Be brief.") and "Open core.py." in text and text.count("<user>") == 2 and "Go on." in text
+    text = shown(
+        local(NO_SYSTEM),
+        [{"role": "system", "content": "Be brief."}, *TALK, {"role": "user", "content": "Go on."}],
+        [TOOL],
+    )
+    assert (
+        text.startswith("<user>Be brief.")
+        and "Open core.py." in text
+        and text.count("<user>") == 2
+        and "Go on." in text
+    )
+
+
+def sampled(teacher: LocalTeacher, prompts, request):
+    return generate(teacher._model, teacher._tokenizer, prompts, request)
 
 
 def ending(teacher: LocalTeacher, after: int, text: str = "Hello") -> LocalTeacher:
-    """Make the token that the random model says at step `after` an end of turn, as models with several ends have."""
-    ids, ended = teacher._generate([teacher.render(teacher.request(state(text)))], teacher.request(state(text)))[0]
+    """Make the token that the random model says at step `after` an end of turn, as models with several ends
+    have.
+    """
+    ids, ended = sampled(
+        teacher, [teacher.render(teacher.request(state(text)))], teacher.request(state(text))
+    )[0]
     assert not ended and ids[after] not in ids[:after]
     teacher._model.generation_config.eos_token_id = [2, ids[after]]
     return teacher
@@ -446,8 +633,16 @@ def gather(teacher, states):
 def test_a_local_reply():
     teacher = ending(local(max_tokens=6), 3)
     (reply,) = gather(teacher, [state()])
-    assert (reply.outcome, reply.completion_tokens, reply.cost_usd, reply.provider) == ("ok", 3, 0.0, "local") and reply.action.text
-    assert reply.prompt_tokens == len(teacher.render(teacher.request(state()))) and reply.key == teacher.request(state()).key
+    assert (reply.outcome, reply.completion_tokens, reply.cost_usd, reply.provider) == (
+        "ok",
+        3,
+        0.0,
+        "local",
+    ) and reply.action.text
+    assert (
+        reply.prompt_tokens == len(teacher.render(teacher.request(state())))
+        and reply.key == teacher.request(state()).key
+    )
     (cut,) = gather(local(max_tokens=3), [state()])
     assert (cut.outcome, cut.reason, cut.completion_tokens) == ("skipped", "truncated", 3)
     (empty,) = gather(ending(local(max_tokens=3), 0), [state()])
@@ -456,7 +651,13 @@ def test_a_local_reply():
 
 
 def test_a_batch_answers_as_single_questions_do():
-    texts = ["Hello", "A much longer question about nothing in particular, asked twice.", "x", "Why?", "Where is the file?"]
+    texts = [
+        "Hello",
+        "A much longer question about nothing in particular, asked twice.",
+        "x",
+        "Why?",
+        "Where is the file?",
+    ]
     teacher, batches = local(max_tokens=5, batch_size=3), []
     answer = teacher.answer
     teacher.answer = lambda requests: batches.append(len(requests)) or answer(requests)
@@ -466,8 +667,8 @@ def test_a_batch_answers_as_single_questions_do():
         request = teacher.request(state(text))
         assert (reply.key, reply.prompt_tokens) == (request.key, len(teacher.render(request)))
     prompts = [teacher.render(teacher.request(state(text))) for text in texts]
-    batched = teacher._generate(prompts, teacher.request(state()))
-    assert batched == [teacher._generate([prompt], teacher.request(state()))[0] for prompt in prompts]
+    batched = sampled(teacher, prompts, teacher.request(state()))
+    assert batched == [sampled(teacher, [prompt], teacher.request(state()))[0] for prompt in prompts]
     assert len({tuple(ids) for ids, _ in batched}) >= 4  # they differ, so an exchanged row would show
 
 
@@ -477,7 +678,9 @@ def test_settings_are_not_mixed_in_a_batch():
     teacher.answer = lambda requests: seen.append([r.max_tokens for r in requests]) or answer(requests)
 
     async def run():
-        requests = [dataclasses.replace(teacher.request(state(str(i))), max_tokens=2 + i % 2) for i in range(4)]
+        requests = [
+            dataclasses.replace(teacher.request(state(str(i))), max_tokens=2 + i % 2) for i in range(4)
+        ]
         return await asyncio.gather(*(teacher.reply(r) for r in requests))
 
     assert [r.completion_tokens for r in asyncio.run(run())] == [2, 3, 2, 3] and seen == [[2, 2], [3, 3]]
@@ -487,8 +690,8 @@ def test_seeded_sampling_repeats_and_leaves_the_global_generator_alone():
     teacher = local(max_tokens=8, temperature=2.0, seed=5)
     prompts = [teacher.render(teacher.request(state()))]
     before = torch.get_rng_state()
-    one, two = (teacher._generate(prompts, teacher.request(state())) for _ in range(2))
-    other = teacher._generate(prompts, dataclasses.replace(teacher.request(state()), seed=6))
+    one, two = (sampled(teacher, prompts, teacher.request(state())) for _ in range(2))
+    other = sampled(teacher, prompts, dataclasses.replace(teacher.request(state()), seed=6))
     assert one == two != other and torch.equal(before, torch.get_rng_state())
 
 
@@ -510,7 +713,9 @@ def test_an_error_reaches_those_who_asked_and_the_teacher_goes_on():
     teacher.answer = sometimes
 
     async def run():
-        return await asyncio.gather(*(teacher.reply(teacher.request(state(str(i)))) for i in range(2)), return_exceptions=True)
+        return await asyncio.gather(
+            *(teacher.reply(teacher.request(state(str(i)))) for i in range(2)), return_exceptions=True
+        )
 
     first, second = asyncio.run(run())
     assert isinstance(first, RuntimeError) and second.reason == "truncated"
@@ -545,3 +750,26 @@ def test_one_who_leaves_does_not_spoil_the_batch():
 
 def test_the_runner_gives_a_teacher_as_many_places_as_it_asked_for():
     assert HTTPTeacher("local/ok", "http://127.0.0.1:9/v1", concurrency=32).concurrency == 32
+
+
+# --- no option is silently ignored ---
+
+
+def test_a_local_teacher_refuses_options_that_it_cannot_honour():
+    teacher = local(max_tokens=4)
+    request = dataclasses.replace(teacher.request(state()), options={"top_p": 0.9})
+    with pytest.raises(ValueError, match="knows no options: top_p"):
+        asyncio.run(teacher.reply(request))
+
+
+def test_options_of_an_http_teacher_come_flat_or_grouped():
+    limits, settings = Limits(timeout_s=3.0, max_attempts=2), RequestSettings(max_tokens=7, seed=1)
+    grouped = HTTPTeacher("v/m", limits=limits, settings=settings)
+    flat = HTTPTeacher("v/m", timeout_s=3.0, max_attempts=2, max_tokens=7, seed=1)
+    assert (grouped.limits, grouped.settings) == (flat.limits, flat.settings)
+    assert HTTPTeacher("v/m", settings=settings, max_tokens=9).settings == dataclasses.replace(
+        settings, max_tokens=9
+    )
+    assert grouped.request(state()).key == flat.request(state()).key
+    with pytest.raises(TypeError, match="no option retries, timeout"):
+        HTTPTeacher("v/m", timeout=3.0, retries=2)
