@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.diloco import executors as room
-from composer_nb.diloco.executors import LocalProcessExecutor, ServerlessExecutor, read_env
-from composer_nb.diloco.replica_entrypoint import beat, marked, report, write_json
+from composer_nb.launch import local as room
+from composer_nb.launch.entrypoint import beat, marked, report, write_json
+from composer_nb.launch.job import ServerlessExecutor, read_env
+from composer_nb.launch.local import LocalProcessExecutor
 
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
-from composer_nb.diloco.replica_entrypoint import beat, replica_rank, report
+from composer_nb.launch.entrypoint import beat, replica_rank, report
 
 def add(a, b=1): return [a + b, *replica_rank(), os.environ["REPLICA_INCARNATION"]]
 def fail(word): raise ValueError(word)
@@ -66,7 +67,7 @@ if __name__ == "__main__":
 
 SLOW = """
 import os, time
-from composer_nb.diloco.replica_entrypoint import beat, report
+from composer_nb.launch.entrypoint import beat, report
 print("ready")
 while os.path.exists(os.environ["REPLICA_HEARTBEAT"].rpartition("/")[0]): time.sleep(0.02)
 beat()
@@ -85,7 +86,7 @@ def folder(tmp_path):
 def executor(folder):
     with LocalProcessExecutor(folder, grace_s=1) as made:
         yield made
-    for handle in made._replicas:
+    for handle in made._register.lives:
         assert marked(mark_of(handle)) == []
 
 
@@ -203,7 +204,7 @@ def test_wrong_arguments_start_nothing(executor, folder):
 
 def test_all_or_none_start(folder):
     executor = LocalProcessExecutor(folder, grace_s=1)
-    write, calls = executor._write_job, []
+    write, calls = executor._launcher.place.command, []
 
     def full_disk(*args):
         calls.append(args)
@@ -211,11 +212,11 @@ def test_all_or_none_start(folder):
             raise OSError(28, "No space left on device")
         return write(*args)
 
-    executor._write_job = full_disk
+    executor._launcher.place.command = full_disk
     with pytest.raises(OSError, match="No space"):
         executor.launch_replicas(4, "prog:snooze")
-    assert [r.status for r in executor._replicas.values()] == ["cancelled"] * 2
-    assert [m for handle in executor._replicas for m in marked(mark_of(handle))] == []
+    assert [r.status for r in executor._register.lives.values()] == ["cancelled"] * 2
+    assert [m for handle in executor._register.lives for m in marked(mark_of(handle))] == []
     with pytest.raises(FileNotFoundError):
         LocalProcessExecutor(folder, python=folder / "no-python").launch_replicas(1, "prog:add", [1])
 
@@ -292,7 +293,7 @@ def test_a_replica_may_start_processes_of_its_own(executor):
 
 
 def test_a_python_without_the_package(executor, folder):
-    (folder / "bare.py").write_text("import composer_nb.diloco.replica_entrypoint as e\ne.beat()\ne.report(e.replica_rank())")
+    (folder / "bare.py").write_text("import composer_nb.launch.entrypoint as e\ne.beat()\ne.report(e.replica_rank())")
     command = executor.command("bare.py")
     done, result = by_hand([command[0], "-I", "-S", *command[1:]])
     assert result == {"value": [0, 1], "error": None}, done.stderr
@@ -354,7 +355,7 @@ def test_children_of_an_ended_replica_end(executor, how):
 def test_nothing_outlives_the_executor(folder, pause):
     source = """
         import json, sys, threading, time
-        from composer_nb.diloco.executors import LocalProcessExecutor
+        from composer_nb.launch.local import LocalProcessExecutor
         executor, handles = LocalProcessExecutor(sys.argv[1], grace_s=0.3), []
         thread = threading.Thread(target=lambda: handles.extend(executor.launch_replicas(2, "prog:parent")))
         thread.start(); thread.join()
