@@ -42,9 +42,7 @@ from composer_nb.diloco.manager import (
 from composer_nb.diloco.payload import PayloadRef, write_payload
 from composer_nb.diloco.store import BucketUnavailable, open_bucket
 from composer_nb.drills.damage import damage
-
-sys.path.append(str(Path(__file__).parent / "parity"))
-from test_torchft import CASES, batches, build, cut, inner_step, run_torchft, snapshot  # noqa: E402
+from composer_nb.drills.torchft_oracle import CASES, batches, build, cut, inner_step, run_torchft, snapshot
 
 FAST = {"poll_interval_s": 0.02, "timeout_s": 20.0}
 
