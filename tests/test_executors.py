@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.diloco import executors as room
-from composer_nb.diloco.executors import LocalProcessExecutor, ServerlessExecutor, read_env
-from composer_nb.diloco.replica_entrypoint import beat, marked, report, write_json
+from composer_nb.launch import local as room
+from composer_nb.launch.entrypoint import beat, marked, report, write_json
+from composer_nb.launch.job import ServerlessExecutor, read_env
+from composer_nb.launch.local import LocalProcessExecutor
 
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
-from composer_nb.diloco.replica_entrypoint import beat, replica_rank, report
+from composer_nb.launch.entrypoint import beat, replica_rank, report
 
 def add(a, b=1): return [a + b, *replica_rank(), os.environ["REPLICA_INCARNATION"]]
 def fail(word): raise ValueError(word)
@@ -66,7 +67,7 @@ if __name__ == "__main__":
 
 SLOW = """
 import os, time
-from composer_nb.diloco.replica_entrypoint import beat, report
+from composer_nb.launch.entrypoint import beat, report
 print("ready")
 while os.path.exists(os.environ["REPLICA_HEARTBEAT"].rpartition("/")[0]): time.sleep(0.02)
 beat()
@@ -85,7 +86,7 @@ def folder(tmp_path):
 def executor(folder):
     with LocalProcessExecutor(folder, grace_s=1) as made:
         yield made
-    for handle in made._replicas:
+    for handle in made._register.lives:
         assert marked(mark_of(handle)) == []
 
 
@@ -143,7 +144,9 @@ def test_package_with_a_relative_import(executor, folder):
     (folder / "pkg").mkdir()
     (folder / "pkg/__init__.py").write_text("")
     (folder / "pkg/base.py").write_text("NUMBER = 7")
-    (folder / "pkg/run.py").write_text("from .base import NUMBER\ndef main(): return NUMBER\nif __name__ == '__main__': print('as', __spec__.name)")
+    (folder / "pkg/run.py").write_text(
+        "from .base import NUMBER\ndef main(): return NUMBER\nif __name__ == '__main__': print('as', __spec__.name)"
+    )
     module, function = executor.launch_replicas(1, "pkg.run") + executor.launch_replicas(1, "pkg.run:main")
     results = executor.collect([module, function])
     assert [r.status for r in results] == ["succeeded"] * 2 and results[1].value == 7
@@ -156,7 +159,9 @@ def test_module_of_another_folder_is_not_taken_for_the_function(executor, tmp_pa
     function = __import__("jason").f
     (tmp_path / "first").mkdir()
     (tmp_path / "first/jason.py").write_text("def f(): return 'other'")
-    env = LocalProcessExecutor(folder, env={"PYTHONPATH": f"{tmp_path / 'first'}{os.pathsep}{tmp_path}"}, grace_s=1)
+    env = LocalProcessExecutor(
+        folder, env={"PYTHONPATH": f"{tmp_path / 'first'}{os.pathsep}{tmp_path}"}, grace_s=1
+    )
     (result,) = env.collect(env.launch_replicas(1, function))
     assert "rename one of the two" in result.error and result.value is None
     (result,) = executor.collect(executor.launch_replicas(1, function))
@@ -168,7 +173,13 @@ def test_what_cannot_be_found_again_is_refused(executor):
     def local():
         return 1
 
-    for wrong in (local, lambda: 1, [].append, type("T", (), {"__call__": lambda self: 1})(), by_hand.__get__(1)):
+    for wrong in (
+        local,
+        lambda: 1,
+        [].append,
+        type("T", (), {"__call__": lambda self: 1})(),
+        by_hand.__get__(1),
+    ):
         with pytest.raises(TypeError, match="%%writefile"):
             executor.launch_replicas(1, wrong)
     function = type(by_hand)(by_hand.__code__, {}, "nb")
@@ -185,13 +196,32 @@ def test_what_cannot_be_found_again_is_refused(executor):
 
 
 def test_wrong_arguments_start_nothing(executor, folder):
-    for kwargs in ({"n_replicas": 0}, {"n_replicas": True}, {"n_replicas": 1.0}, {"timeout": -1}, {"timeout": float("nan")}):
+    for kwargs in (
+        {"n_replicas": 0},
+        {"n_replicas": True},
+        {"n_replicas": 1.0},
+        {"timeout": -1},
+        {"timeout": float("nan")},
+    ):
         with pytest.raises(ValueError, match="pass"):
             executor.launch_replicas(**{"n_replicas": 1, "entrypoint": "prog:add"} | kwargs)
-    for args, entrypoint in (([object()], "prog:add"), ("abc", "prog:add"), ({"a": 1}, "prog.py"), ([[1]], "prog"), (3, "prog:add")):
+    for args, entrypoint in (
+        ([object()], "prog:add"),
+        ("abc", "prog:add"),
+        ({"a": 1}, "prog.py"),
+        ([[1]], "prog"),
+        (3, "prog:add"),
+    ):
         with pytest.raises(TypeError):
             executor.launch_replicas(1, entrypoint, args)
-    for bad in ({"threads": 0}, {"heartbeat_s": -1}, {"quiet_s": "2"}, {"env": "HOME"}, {"env": {"REPLICA_RANK": "1"}}, {"env": {"A=B": "1"}}):
+    for bad in (
+        {"threads": 0},
+        {"heartbeat_s": -1},
+        {"quiet_s": "2"},
+        {"env": "HOME"},
+        {"env": {"REPLICA_RANK": "1"}},
+        {"env": {"A=B": "1"}},
+    ):
         with pytest.raises(ValueError, match="pass"):
             LocalProcessExecutor(folder, **bad)
     with pytest.raises(ValueError, match="outside"):
@@ -203,7 +233,7 @@ def test_wrong_arguments_start_nothing(executor, folder):
 
 def test_all_or_none_start(folder):
     executor = LocalProcessExecutor(folder, grace_s=1)
-    write, calls = executor._write_job, []
+    write, calls = executor._launcher.place.command, []
 
     def full_disk(*args):
         calls.append(args)
@@ -211,11 +241,11 @@ def test_all_or_none_start(folder):
             raise OSError(28, "No space left on device")
         return write(*args)
 
-    executor._write_job = full_disk
+    executor._launcher.place.command = full_disk
     with pytest.raises(OSError, match="No space"):
         executor.launch_replicas(4, "prog:snooze")
-    assert [r.status for r in executor._replicas.values()] == ["cancelled"] * 2
-    assert [m for handle in executor._replicas for m in marked(mark_of(handle))] == []
+    assert [r.status for r in executor._register.lives.values()] == ["cancelled"] * 2
+    assert [m for handle in executor._register.lives for m in marked(mark_of(handle))] == []
     with pytest.raises(FileNotFoundError):
         LocalProcessExecutor(folder, python=folder / "no-python").launch_replicas(1, "prog:add", [1])
 
@@ -233,7 +263,11 @@ def test_failures_surface_with_the_log(executor):
         assert words in result.error
     assert results[5].value == "half way" and all(r.value is None for i, r in enumerate(results) if i != 5)
     head, lines = results[-1].error.split("last lines of its log:\n")
-    assert len(lines.splitlines()) == 40 and lines.splitlines()[-1] == "KeyError: 'after a hundred lines'" and "line 50" not in lines
+    assert (
+        len(lines.splitlines()) == 40
+        and lines.splitlines()[-1] == "KeyError: 'after a hundred lines'"
+        and "line 50" not in lines
+    )
     assert executor.tail(handles[-1], 1000).startswith("line 0\n")
 
 
@@ -245,10 +279,17 @@ def test_one_loss_leaves_the_others(executor):
 
 
 def test_limits(folder):
-    with LocalProcessExecutor(folder, heartbeat_s=2, grace_s=0.3) as first, LocalProcessExecutor(folder, quiet_s=2, grace_s=0.3) as second:
+    with (
+        LocalProcessExecutor(folder, heartbeat_s=2, grace_s=0.3) as first,
+        LocalProcessExecutor(folder, quiet_s=2, grace_s=0.3) as second,
+    ):
         (late,) = first.launch_replicas(1, "prog:tick", [1000], timeout=0.8)
-        beats, silent = first.launch_replicas(1, "prog:tick", [28]) + first.launch_replicas(1, "prog:tick", [100, 0.1, "print"])
-        prints, dead = second.launch_replicas(1, "prog:tick", [25, 0.1, "print"]) + second.launch_replicas(1, "prog:stubborn")
+        beats, silent = first.launch_replicas(1, "prog:tick", [28]) + first.launch_replicas(
+            1, "prog:tick", [100, 0.1, "print"]
+        )
+        prints, dead = second.launch_replicas(1, "prog:tick", [25, 0.1, "print"]) + second.launch_replicas(
+            1, "prog:stubborn"
+        )
         good, hung, timed = first.collect([beats, silent, late])
         assert (good.status, good.value) == ("succeeded", 28)
         assert hung.status == "hung" and "no heartbeat" in hung.error and "in tick" in hung.error
@@ -268,7 +309,9 @@ def test_a_late_observer_is_not_harsh(folder):
 
 
 def test_a_vanished_folder_is_an_error_and_no_crash(folder, tmp_path):
-    with LocalProcessExecutor(tmp_path / "gone", log_dir=tmp_path / "logs", heartbeat_s=9, grace_s=0.3) as made:
+    with LocalProcessExecutor(
+        tmp_path / "gone", log_dir=tmp_path / "logs", heartbeat_s=9, grace_s=0.3
+    ) as made:
         (folder / "slow.py").write_text(SLOW)
         (handle,) = made.launch_replicas(1, folder / "slow.py")
         until(lambda: made.tail(handle) == "ready")
@@ -292,7 +335,9 @@ def test_a_replica_may_start_processes_of_its_own(executor):
 
 
 def test_a_python_without_the_package(executor, folder):
-    (folder / "bare.py").write_text("import composer_nb.diloco.replica_entrypoint as e\ne.beat()\ne.report(e.replica_rank())")
+    (folder / "bare.py").write_text(
+        "import composer_nb.launch.entrypoint as e\ne.beat()\ne.report(e.replica_rank())"
+    )
     command = executor.command("bare.py")
     done, result = by_hand([command[0], "-I", "-S", *command[1:]])
     assert result == {"value": [0, 1], "error": None}, done.stderr
@@ -354,7 +399,7 @@ def test_children_of_an_ended_replica_end(executor, how):
 def test_nothing_outlives_the_executor(folder, pause):
     source = """
         import json, sys, threading, time
-        from composer_nb.diloco.executors import LocalProcessExecutor
+        from composer_nb.launch.local import LocalProcessExecutor
         executor, handles = LocalProcessExecutor(sys.argv[1], grace_s=0.3), []
         thread = threading.Thread(target=lambda: handles.extend(executor.launch_replicas(2, "prog:parent")))
         thread.start(); thread.join()
@@ -362,7 +407,9 @@ def test_nothing_outlives_the_executor(folder, pause):
         print(json.dumps([[f"rank{h.rank}-run0.{h.launch}", h.pid] for h in handles]), flush=True)
         time.sleep(60)
     """
-    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source), str(folder)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source), str(folder)], stdout=subprocess.PIPE, text=True
+    )
     replicas = json.loads(owner.stdout.readline())
     assert all(len(marked(mark)) >= 5 for mark, _ in replicas)
     for _, pid in replicas if pause else ():
@@ -401,9 +448,19 @@ def test_environment_is_a_list(folder, monkeypatch):
     monkeypatch.setenv("UNASKED", "1")
     monkeypatch.setenv("ASKED", "through")
     with LocalProcessExecutor(folder, env={"ASKED": None, "SET": "x"}, threads=3) as made:
-        names = ["UNASKED", "ASKED", "SET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "REPLICA_EXECUTOR", "REPLICA_WORLD_SIZE"]
+        names = [
+            "UNASKED",
+            "ASKED",
+            "SET",
+            "OMP_NUM_THREADS",
+            "CUDA_VISIBLE_DEVICES",
+            "REPLICA_EXECUTOR",
+            "REPLICA_WORLD_SIZE",
+        ]
         results = made.collect(made.launch_replicas(3, "prog:show", names, gpu=[4, 5]))
-    assert [list(r.value.values()) for r in results] == [[None, "through", "x", "3", gpu, None, "3"] for gpu in "454"]
+    assert [list(r.value.values()) for r in results] == [
+        [None, "through", "x", "3", gpu, None, "3"] for gpu in "454"
+    ]
     assert read_env(["ASKED"]) == {"ASKED": "through"}
     with pytest.raises(ValueError, match="UNSET_NAME"):
         read_env(["UNSET_NAME"])
@@ -417,7 +474,15 @@ def test_no_secret_in_command_files_or_text(folder):
         command_line = Path(f"/proc/{private.pid}/cmdline").read_bytes()
         (result,) = made.collect([handle])
         assert "ValueError: [STORE_SECRET_KEY]" in result.error
-        shown = [result.error, made.tail(handle), repr(made), repr(handle), str(made.table()), str(handle.command), str(command_line)]
+        shown = [
+            result.error,
+            made.tail(handle),
+            repr(made),
+            repr(handle),
+            str(made.table()),
+            str(handle.command),
+            str(command_line),
+        ]
         jobs = [path.read_text() for path in folder.rglob("job.json")]
     assert len(jobs) == 2 and not any(secret in text for text in shown + jobs)
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".log")]
@@ -427,7 +492,13 @@ def test_no_secret_in_command_files_or_text(folder):
 def test_handles_of_another_executor(executor, folder):
     other = LocalProcessExecutor(folder)
     handles = executor.launch_replicas(1, "prog:add", [1])
-    for verb in (other.collect, other.cancel, lambda h: other.poll(h[0]), lambda h: other.restart(h[0]), other.table):
+    for verb in (
+        other.collect,
+        other.cancel,
+        lambda h: other.poll(h[0]),
+        lambda h: other.restart(h[0]),
+        other.table,
+    ):
         with pytest.raises(ValueError, match="not started by this executor"):
             verb(handles)
     assert executor.collect(handles)[0].value == [2, 0, 1, "0"]

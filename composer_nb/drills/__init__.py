@@ -1,1 +1,1 @@
-"""What chapters, spikes and tests practise on: servers, races, planted faults. Kept by hand; no chapter exports it."""
+"""What chapters, spikes and tests practise on: servers, races, planted faults. Kept by hand."""

@@ -23,20 +23,17 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 
-from composer_nb.diloco.store import Bucket, open_bucket
-from composer_nb.drills.s3_server import local_s3
 from composer_nb.diloco.outer import OuterConfig
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.records import Record
+from composer_nb.diloco.store import Bucket, open_bucket
+from composer_nb.drills.s3_server import Proxy, Reply, Request, local_s3, running, s3_error
 
 RUN = "drill"
 # A stall of the machine below the lease changes nothing; the grace window keeps rounds short when a replica is silent.
@@ -500,20 +497,23 @@ def on_a_full_disk(folder: Path) -> tuple[list[Row], Run]:
 # --- S3 ----------------------------------------------------------------------------------------------------------
 
 
-class Gate(ThreadingHTTPServer):
+class Gate(Proxy):
     """In front of an S3 server: refuses requests signed at a wrong time, as S3 does, and can hold all of them back."""
 
-    daemon_threads = True
     allowed_skew_s = 900.0
 
     def __init__(self, upstream: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Passage)
-        self.upstream = urlsplit(upstream).netloc
+        super().__init__(upstream)
         self._open, self._inside, self._changed = True, 0, threading.Condition()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def answer(self, request: Request) -> Reply:
+        signed = datetime.datetime.strptime(request.headers["X-Amz-Date"], "%Y%m%dT%H%M%SZ")
+        skew = signed.replace(tzinfo=datetime.UTC) - datetime.datetime.now(datetime.UTC)
+        if abs(skew.total_seconds()) > self.allowed_skew_s:
+            said = "The difference between the request time and the current time is too large."
+            return s3_error(403, "RequestTimeTooSkewed", said)
+        with self.passage():
+            return self.forward(request)
 
     @contextmanager
     def passage(self) -> Iterator[None]:
@@ -540,59 +540,6 @@ class Gate(ThreadingHTTPServer):
             with self._changed:
                 self._open = True
                 self._changed.notify_all()
-
-    def handle_error(self, *_: Any) -> None:
-        """A replica that ends hangs up."""
-
-
-class _Passage(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None: ...
-
-    def answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        gate: Gate = self.server
-        signed = datetime.datetime.strptime(self.headers["X-Amz-Date"], "%Y%m%dT%H%M%SZ")
-        skew = signed.replace(tzinfo=datetime.UTC) - datetime.datetime.now(datetime.UTC)
-        if abs(skew.total_seconds()) > gate.allowed_skew_s:
-            said = "The difference between the request time and the current time is too large."
-            content = f"<Error><Code>RequestTimeTooSkewed</Code><Message>{said}</Message></Error>".encode()
-            return self.reply(403, {}, content)
-        with gate.passage():
-            upstream = HTTPConnection(gate.upstream, timeout=60)
-            upstream.request(self.command, self.path, body, dict(self.headers))
-            response = upstream.getresponse()
-            content, status, headers = response.read(), response.status, dict(response.getheaders())
-            upstream.close()
-        self.reply(status, headers, content)
-
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
-
-    def reply(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        self.send_response_only(status)
-        for name, value in headers.items():
-            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
-                self.send_header(name, value)
-        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(content))
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
-@contextmanager
-def gate(upstream: str) -> Iterator[Gate]:
-    """A running gate."""
-    server = Gate(upstream)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def user(options: Mapping[str, str], name: str, *actions: str) -> dict[str, str]:
@@ -640,7 +587,7 @@ class Backup:
 
 def on_s3(folder: Path) -> tuple[list[Row], Run]:
     """Wrong keys, no keys, keys that may only read, clocks that are off, and a bucket that is deleted, over S3."""
-    with local_s3("runs") as server, gate(server["endpoint_url"]) as door:
+    with local_s3("runs") as server, running(Gate(server["endpoint_url"])) as door:
         healthy, reader = user(server, "replica", "s3:*"), user(server, "reader", "s3:Get*", "s3:List*")
         demand_keys(server)
         through = {"endpoint_url": door.url}

@@ -114,7 +114,8 @@ def _kind_and_remedy(error: Exception, code: str, writes: bool) -> tuple[type[Bu
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or code in _QUOTA:
         return BucketFull, "free some space or raise the quota; nothing was left half written"
     if code == "RequestTimeTooSkewed":
-        return BucketUnavailable, "set this machine's clock: the store refuses what is signed at a wrong time"
+        remedy = "set this machine's clock: the store refuses requests signed at a wrong time"
+        return BucketUnavailable, remedy
     if code in _IDENTITY or name.startswith(_NO_IDENTITY):
         remedy = "give valid credentials in the environment or as storage options, never in the URI"
         return BucketUnavailable, remedy

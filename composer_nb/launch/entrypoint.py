@@ -21,40 +21,68 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['replica_rank', 'beat', 'report', 'write_json', 'marked', 'signal_marked', 'end_marked', 'guard', 'job_environment',
-           'load_function', 'run_job', 'main']
+__all__ = ['given_or_env', 'replica_rank', 'beat', 'report', 'write_json', 'marked', 'signal_marked', 'end_marked', 'guard',
+           'job_environment', 'load_function', 'run_job', 'main']
 
-# %% ../../nbs/launching/02_entrypoint.ipynb #c006-2ad308
+# %% ../../nbs/launching/02_entrypoint.ipynb #ed8f90c6
+def given_or_env(what: str, given: int | None, variable: str, *, required: bool = True) -> int | None:
+    """The whole number that was given, or else the one in an environment variable.
+
+    None where neither is there and it is not `required`. Raises ValueError for what is missing or no whole
+    number.
+    """
+    found = os.environ.get(variable) if given is None else given
+    if found is None and not required:
+        return None
+    if found is None or isinstance(found, bool) or not str(found).isdigit():
+        remedy = f"pass {what}=, or start the replica with {variable} set, as the executors do"
+        raise ValueError(f"{what} is {'missing' if found is None else repr(found)}: {remedy}")
+    return int(found)
+
+
 def replica_rank() -> tuple[int, int]:
-    "Rank and world size of this replica, from REPLICA_RANK and REPLICA_WORLD_SIZE. Raises RuntimeError outside one, ValueError for nonsense."
-    try:
-        rank, world_size = int(os.environ["REPLICA_RANK"]), int(os.environ["REPLICA_WORLD_SIZE"])
-    except KeyError as error:
-        raise RuntimeError(f"{error.args[0]} is not set: start this program through an executor, or set it yourself") from None
-    if not 0 <= rank < world_size:
-        raise ValueError(f"REPLICA_RANK={rank} is outside 0..{world_size - 1}: each replica has its own rank below REPLICA_WORLD_SIZE")
+    """Rank and world size of this replica, from REPLICA_RANK and REPLICA_WORLD_SIZE.
+
+    Raises RuntimeError outside a replica, ValueError for nonsense.
+    """
+    for variable in ("REPLICA_RANK", "REPLICA_WORLD_SIZE"):
+        if variable not in os.environ:
+            remedy = "start this program through an executor, or set it yourself"
+            raise RuntimeError(f"{variable} is not set: {remedy}")
+    rank = given_or_env("rank", None, "REPLICA_RANK")
+    world_size = given_or_env("world_size", None, "REPLICA_WORLD_SIZE")
+    if not rank < world_size:
+        rule = "each replica has its own rank below REPLICA_WORLD_SIZE"
+        raise ValueError(f"REPLICA_RANK={rank} is outside 0..{world_size - 1}: {rule}")
     return rank, world_size
 
-
+# %% ../../nbs/launching/02_entrypoint.ipynb #3edc7d27
 def beat() -> None:
-    "Tells the executor that this replica is at work; call it once per step. Outside a replica it does nothing."
+    """Tells the executor that this replica is at work; call it once per step. Outside a replica it does
+    nothing."""
     if path := os.environ.get("REPLICA_HEARTBEAT"):
         with suppress(OSError):  # a full disk or a folder that is gone shall not end the training
             Path(path).touch()
 
 
 def report(value: Any) -> None:
-    "Makes a JSON value this replica's result, in place of an earlier one. Outside a replica it does nothing. Raises TypeError if it is not JSON."
+    """Makes a JSON value this replica's result, in place of an earlier one. Outside a replica it does
+    nothing.
+
+    Raises TypeError if it is not JSON.
+    """
     if path := os.environ.get("REPLICA_RESULT"):
         write_json(Path(path), {"value": value, "error": None})
 
 
 def write_json(path: Path, content: Any) -> None:
-    "Writes a file of mode 0600 whole or not at all. Raises TypeError for what JSON cannot hold, OSError when the disk will not."
+    """Writes a file of mode 0600 whole or not at all. TypeError for what JSON cannot hold, OSError from the
+    disk."""
     try:
         text = json.dumps(content)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{error}: pass numbers, texts, lists and dicts; put tensors into a file and pass its path") from None
+        remedy = "pass numbers, texts, lists and dicts; put tensors into a file and pass its path"
+        raise TypeError(f"{error}: {remedy}") from None
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -65,9 +93,12 @@ def write_json(path: Path, content: Any) -> None:
     finally:
         part.unlink(missing_ok=True)
 
-# %% ../../nbs/launching/02_entrypoint.ipynb #c010-46cee8
+# %% ../../nbs/launching/02_entrypoint.ipynb #7dedca8d
 def marked(*marks: str) -> list[int]:
-    "Processes, except this one, that were started with one of these as REPLICA_MARK. Dead ones do not count. Empty where there is no /proc."
+    """Processes, except this one, that were started with one of these as REPLICA_MARK.
+
+    Dead ones do not count. Empty where there is no /proc.
+    """
     entries, found = [f"\0REPLICA_MARK={mark}\0".encode() for mark in marks], []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # gone in the meantime, or another user's
@@ -87,7 +118,8 @@ def signal_marked(number: int, *marks: str) -> list[int]:
 
 
 def end_marked(grace_s: float, *marks: str) -> None:
-    "SIGTERM to every process with one of the marks, SIGKILL after `grace_s` seconds, again until none is left."
+    """SIGTERM to every process with one of the marks, SIGKILL after `grace_s` seconds, again until none is
+    left."""
     deadline = time.monotonic() + grace_s
     if signal_marked(signal.SIGTERM, *marks):
         signal_marked(signal.SIGCONT, *marks)  # a stopped process can handle its SIGTERM once it goes on
@@ -96,7 +128,7 @@ def end_marked(grace_s: float, *marks: str) -> None:
     while signal_marked(signal.SIGKILL, *marks):
         time.sleep(0.01)
 
-
+# %% ../../nbs/launching/02_entrypoint.ipynb #158032f3
 def _open_pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
@@ -117,7 +149,7 @@ def _alive(pid: int) -> bool:
 
 
 def _wait_for_death(pids: Mapping[int, int | None]) -> None:
-    "Returns when the first of these processes is dead. pids: id -> pidfd, or None where there are none and asking has to do."
+    "Returns when the first of these processes is dead. pids: id -> pidfd; None where only asking will do."
     poll = select.poll()
     for fd in _open_fds(pids):
         poll.register(fd, select.POLLIN)
@@ -126,11 +158,13 @@ def _wait_for_death(pids: Mapping[int, int | None]) -> None:
         if not all(_alive(pid) for pid in pids):
             return
 
-
+# %% ../../nbs/launching/02_entrypoint.ipynb #4db47ec5
 def guard(executor: int, mark: str, grace_s: float) -> None:
-    """Forks the process that ends this replica when process `executor` dies, and this replica's children when this replica dies.
+    """Forks the process that ends this replica when process `executor` dies, and its children when it dies
+    itself.
 
-    Call it first, in a process with one thread that leads its own group. Raises RuntimeError when the executor is gone already.
+    Call it first, in a process with one thread that leads its own group. Raises RuntimeError when the
+    executor is gone already.
     """
     replica = os.getpid()
     pids = {executor: _open_pidfd(executor), replica: _open_pidfd(replica)}
@@ -159,7 +193,7 @@ def _guard(replica: int, pids: Mapping[int, int | None], mark: str, grace_s: flo
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(replica, signal.SIGKILL)
 
-# %% ../../nbs/launching/02_entrypoint.ipynb #c013-19e321
+# %% ../../nbs/launching/02_entrypoint.ipynb #b56b9047
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(globals().get("__file__", "."))))
 
 
@@ -170,12 +204,14 @@ def job_environment(job: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load_function(target: str, file: str | None = None) -> Callable[..., Any]:
-    "The function `pkg.mod:name`. Raises ImportError when it comes from another file than `file`, AttributeError when it is not there."
+    """The function `pkg.mod:name`. Raises ImportError when it comes from another file than `file`,
+    AttributeError when it is not there."""
     name, _, attributes = target.partition(":")
     found: Any = importlib.import_module(name)
     source = getattr(found, "__file__", None)
     if file and (source is None or not os.path.samefile(source, file)):
-        raise ImportError(f"module {name!r} was imported from {source}, and the function is in {file}: rename one of the two")
+        where = f"module {name!r} was imported from {source}, and the function is in {file}"
+        raise ImportError(f"{where}: rename one of the two")
     for attribute in attributes.split("."):
         found = getattr(found, attribute)
     return found
@@ -198,7 +234,8 @@ def run_job(job: Mapping[str, Any]) -> Any:
 
 # %% ../../nbs/launching/02_entrypoint.ipynb #c016-628d0f
 def main(job_file: str) -> int:
-    "Runs a job file. Returns the exit code: that of the program, 1 for an exception, whose text goes to the result file."
+    """Runs a job file. Returns the exit code: that of the program, 1 for an exception, whose text goes to the
+    result file."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     executor, grace_s = os.environ.pop("REPLICA_EXECUTOR", None), float(os.environ.pop("REPLICA_GRACE", "5"))
     if executor:  # absent when the command is run by hand

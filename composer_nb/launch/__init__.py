@@ -1,0 +1,28 @@
+"""Starting replicas: what every launcher promises, what runs inside a replica, and a launcher for this machine."""
+
+from importlib import import_module
+from typing import Any
+
+_PLACES = {
+    "JobSpec": "job",
+    "LocalProcessExecutor": "local",
+    "Program": "job",
+    "ReplicaHandle": "job",
+    "ReplicaResult": "job",
+    "ServerlessExecutor": "job",
+    "Status": "job",
+    "beat": "entrypoint",
+    "replica_rank": "entrypoint",
+    "report": "entrypoint",
+}
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])
