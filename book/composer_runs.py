@@ -18,7 +18,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 logger = logging.getLogger(__name__)
-SPIKE_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/spike$")
+SPIKE_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/(?P<page>[^/]+)$")
 RUN_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/runs/(?P<run>[^/]+)/spike$")
 CARD = ["verdict", "started", "wall_s", "hardware", "commit"]
 MORE = ["provenance", "supersedes", "plan"]
@@ -227,8 +227,10 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
 
 
 def add_spike_opening(app, docname: str, notebook: dict) -> None:
-    """On a spike's own page (which is never executed in place): what its runs say, right below the
-    question."""
+    """On a spike's own page (never executed in place): what its runs say, right below the question.
+
+    On its other pages, such as a comparison of runs: which of the verdicts no longer stand.
+    """
     match = SPIKE_PAGE.match(docname)
     if not match:
         return
@@ -238,7 +240,11 @@ def add_spike_opening(app, docname: str, notebook: dict) -> None:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown" and (found := re.search(r"^# .+$", cell["source"], re.MULTILINE)):
             source, end = cell["source"], found.end()
-            cell["source"] = source[:end] + spike_opening(root, match["spike"], source) + source[end:]
+            if match["page"] == "spike":
+                opening = spike_opening(root, match["spike"], source)
+            else:
+                opening = "\n" + "".join(dict.fromkeys(standing_box(run) for run in runs_of(root, match["spike"])))
+            cell["source"] = source[:end] + opening + source[end:]
             return
 
 
