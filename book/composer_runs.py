@@ -24,6 +24,7 @@ CARD = ["verdict", "started", "wall_s", "hardware", "commit"]
 MORE = ["provenance", "supersedes", "plan"]
 SHOWN_FIGURES = 18
 STANDING = "book/standing.yml"
+ROADMAP_SLOT = '<nav class="roadmap" data-lit=""></nav>'
 
 
 def moment(stamp: str | None) -> str:
@@ -204,7 +205,7 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
         [
             "",
             "",
-            '<nav class="roadmap" data-lit=""></nav>',
+            ROADMAP_SLOT,
             "",
             "::::{container} run-opening",
             f"**Newest run: [{run.name}]({link}), verdict: {run.verdict}** "
@@ -243,7 +244,9 @@ def add_spike_opening(app, docname: str, notebook: dict) -> None:
             if match["page"] == "spike":
                 opening = spike_opening(root, match["spike"], source)
             else:
-                opening = "\n" + "".join(dict.fromkeys(standing_box(run) for run in runs_of(root, match["spike"])))
+                opening = "\n" + "".join(
+                    dict.fromkeys(standing_box(run) for run in runs_of(root, match["spike"]))
+                )
             cell["source"] = source[:end] + opening + source[end:]
             return
 
@@ -273,7 +276,7 @@ def add_run_card(app, docname: str, notebook: dict) -> None:
         if cell["cell_type"] == "markdown" and (
             found := re.search(r"^# (.+)$", cell["source"], re.MULTILINE)
         ):
-            title = f"# Run {match['run']}: {found[1]}"
+            title = f"# Run {match['run']}: {found[1]}\n\n{ROADMAP_SLOT}\n"
             cell["source"] = cell["source"][: found.start()] + title + card + cell["source"][found.end() :]
             return
 
@@ -314,7 +317,7 @@ class FigurePlot(SphinxDirective):
         spike, title = self.arguments[0], " ".join(self.arguments[1:])
         labels = dict(re.split(r":\s*", line, maxsplit=1) for line in self.content if line.strip())
         runs = [
-            run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts["figures"].keys()
+            run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts.get("figures", {}).keys()
         ]
         if not runs:
             logger.warning(
@@ -348,7 +351,8 @@ def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:
             f'<line class="axis" x1="{left}" x2="{width - left}" y1="{y}" y2="{y}"/>'
         )
         marks += [
-            f'<circle class="s{at[name]}" cx="{x(v):.1f}" cy="{y}" r="6"><title>{escape(labels[name])}: '
+            f'<circle class="s{at[name]}" cx="{x(v):.1f}" cy="{y}" '
+            f'r="{7 if at[name] == 1 else 5}"><title>{escape(labels[name])}: '
             f"{v:.3f}"
             f"</title></circle>"
             for name, v in figures.items()
@@ -357,7 +361,8 @@ def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:
     keys, place = [], left + 6
     for name, label in labels.items():
         keys.append(
-            f'<circle class="s{at[name]}" cx="{place}" cy="16" r="6"/><text x="{place + 11}" '
+            f'<circle class="s{at[name]}" cx="{place}" cy="16" r="{7 if at[name] == 1 else 5}"/><text '
+            f'x="{place + 11}" '
             f'y="21">{escape(label)}</text>'
         )
         place += 30 + 7.4 * len(label)
