@@ -317,7 +317,9 @@ class FigurePlot(SphinxDirective):
         spike, title = self.arguments[0], " ".join(self.arguments[1:])
         labels = dict(re.split(r":\s*", line, maxsplit=1) for line in self.content if line.strip())
         runs = [
-            run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts.get("figures", {}).keys()
+            run
+            for run in runs_of(Path(self.env.srcdir), spike)
+            if set(labels) & run.facts.get("figures", {}).keys()
         ]
         if not runs:
             logger.warning(
