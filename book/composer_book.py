@@ -117,6 +117,7 @@ def add_description(app, pagename, templatename, context, doctree) -> None:
         return
     quotes, paragraphs = doctree.findall(nodes.block_quote), doctree.findall(nodes.paragraph)
     said = next(quotes, None) or next((p for p in paragraphs if len(p.astext()) > 40), None)
+    said = said or next(doctree.findall(nodes.title), None)
     if said is not None:
         text = " ".join(said.astext().split())
         text = text if len(text) <= DESCRIPTION_LENGTH else text[:DESCRIPTION_LENGTH].rsplit(" ", 1)[0] + " …"

@@ -18,12 +18,13 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 logger = logging.getLogger(__name__)
-SPIKE_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/spike$")
+SPIKE_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/(?P<page>[^/]+)$")
 RUN_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/runs/(?P<run>[^/]+)/spike$")
 CARD = ["verdict", "started", "wall_s", "hardware", "commit"]
 MORE = ["provenance", "supersedes", "plan"]
 SHOWN_FIGURES = 18
 STANDING = "book/standing.yml"
+ROADMAP_SLOT = '<nav class="roadmap" data-lit=""></nav>'
 
 
 def moment(stamp: str | None) -> str:
@@ -204,7 +205,7 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
         [
             "",
             "",
-            '<nav class="roadmap" data-lit=""></nav>',
+            ROADMAP_SLOT,
             "",
             "::::{container} run-opening",
             f"**Newest run: [{run.name}]({link}), verdict: {run.verdict}** "
@@ -227,8 +228,10 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
 
 
 def add_spike_opening(app, docname: str, notebook: dict) -> None:
-    """On a spike's own page (which is never executed in place): what its runs say, right below the
-    question."""
+    """On a spike's own page (never executed in place): what its runs say, right below the question.
+
+    On its other pages, such as a comparison of runs: which of the verdicts no longer stand.
+    """
     match = SPIKE_PAGE.match(docname)
     if not match:
         return
@@ -238,7 +241,13 @@ def add_spike_opening(app, docname: str, notebook: dict) -> None:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown" and (found := re.search(r"^# .+$", cell["source"], re.MULTILINE)):
             source, end = cell["source"], found.end()
-            cell["source"] = source[:end] + spike_opening(root, match["spike"], source) + source[end:]
+            if match["page"] == "spike":
+                opening = spike_opening(root, match["spike"], source)
+            else:
+                opening = "\n" + "".join(
+                    dict.fromkeys(standing_box(run) for run in runs_of(root, match["spike"]))
+                )
+            cell["source"] = source[:end] + opening + source[end:]
             return
 
 
@@ -267,7 +276,7 @@ def add_run_card(app, docname: str, notebook: dict) -> None:
         if cell["cell_type"] == "markdown" and (
             found := re.search(r"^# (.+)$", cell["source"], re.MULTILINE)
         ):
-            title = f"# Run {match['run']}: {found[1]}"
+            title = f"# Run {match['run']}: {found[1]}\n\n{ROADMAP_SLOT}\n"
             cell["source"] = cell["source"][: found.start()] + title + card + cell["source"][found.end() :]
             return
 
@@ -308,7 +317,9 @@ class FigurePlot(SphinxDirective):
         spike, title = self.arguments[0], " ".join(self.arguments[1:])
         labels = dict(re.split(r":\s*", line, maxsplit=1) for line in self.content if line.strip())
         runs = [
-            run for run in runs_of(Path(self.env.srcdir), spike) if set(labels) & run.facts["figures"].keys()
+            run
+            for run in runs_of(Path(self.env.srcdir), spike)
+            if set(labels) & run.facts.get("figures", {}).keys()
         ]
         if not runs:
             logger.warning(
@@ -342,7 +353,8 @@ def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:
             f'<line class="axis" x1="{left}" x2="{width - left}" y1="{y}" y2="{y}"/>'
         )
         marks += [
-            f'<circle class="s{at[name]}" cx="{x(v):.1f}" cy="{y}" r="6"><title>{escape(labels[name])}: '
+            f'<circle class="s{at[name]}" cx="{x(v):.1f}" cy="{y}" '
+            f'r="{7 if at[name] == 1 else 5}"><title>{escape(labels[name])}: '
             f"{v:.3f}"
             f"</title></circle>"
             for name, v in figures.items()
@@ -351,7 +363,8 @@ def dot_plot(runs: list[Run], labels: dict[str, str], title: str) -> str:
     keys, place = [], left + 6
     for name, label in labels.items():
         keys.append(
-            f'<circle class="s{at[name]}" cx="{place}" cy="16" r="6"/><text x="{place + 11}" '
+            f'<circle class="s{at[name]}" cx="{place}" cy="16" r="{7 if at[name] == 1 else 5}"/><text '
+            f'x="{place + 11}" '
             f'y="21">{escape(label)}</text>'
         )
         place += 30 + 7.4 * len(label)

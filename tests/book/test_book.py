@@ -54,7 +54,8 @@ def build(root: Path) -> tuple[subprocess.CompletedProcess, float]:
 
 
 def built(root: Path) -> Path:
-    shutil.rmtree(root / "_build" / "html", ignore_errors=True)  # pages of chapters that have moved would stay
+    # pages of chapters that have moved would stay
+    shutil.rmtree(root / "_build" / "html", ignore_errors=True)
     done, seconds = build(root)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert seconds < CPU_SECONDS_A_BUILD_MAY_TAKE
