@@ -59,6 +59,16 @@ def build_options() -> list[str]:
     return ["--no-build-isolation"] if found >= OLDEST_SETUPTOOLS else []
 
 
+def installed(list_of_pins: Path) -> bool:
+    """Whether every `name==version` of a list is there already, so that pip need not be asked."""
+    lines = (line.split("#")[0].strip() for line in list_of_pins.read_text(encoding="utf-8").splitlines())
+    for name, _, version in (line.partition("==") for line in lines if line):
+        found = next(iter(importlib.metadata.distributions(name=name)), None)
+        if found is None or found.version != version:
+            return False
+    return True
+
+
 def forget() -> None:
     """Drop an older copy of the package from this kernel, so that the next import finds the installed one."""
     for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
@@ -76,6 +86,8 @@ def install(folder: str, extras: str) -> None:
     else:
         options = []
         pip(*build_options(), f"{BOOK}{needs}")
-    pip(*options, "--no-deps", "-r", str(BOOK / "requirements-data.txt"))
+    data = BOOK / "requirements-data.txt"
+    if not installed(data):
+        pip(*options, "--no-deps", "-r", str(data))
     forget()
     os.chdir(BOOK / folder)
