@@ -292,7 +292,7 @@ def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> No
     cells = [c.source for c in notebook.cells if c.cell_type == "code" and not launch.is_launch_cell(c)]
     found = {module.split(".")[0] for source in cells for module in launch.imports(source)}
     strangers = found - core - sys.stdlib_module_names - {module.split(".")[0] for module in launch.EXTRAS}
-    local = {p.stem for p in [*(ROOT / "tests" / "parity").glob("*.py"), *ROOT.glob(f"{name}/../*.py")]}
+    local = {p.stem for p in (ROOT / name).parent.glob("*.py")}
     assert not strangers - local, f"add it to launch.EXTRAS and pyproject.toml: {strangers - local}"
 
 
@@ -305,6 +305,15 @@ def test_the_launch_cell_is_replaced_not_repeated() -> None:
     assert cells[0].source.startswith("#| hide\n")
     assert len(cells[0].source.splitlines()) <= 40 and max(map(len, cells[0].source.splitlines())) <= 110
     json.dumps(notebook)
+
+
+def test_stale_launch_cells_are_found_and_written(tmp_path: Path) -> None:
+    for name in ("nbs/kernels/00_tiny.ipynb", launch.SPIKE):
+        (tmp_path / name).parent.mkdir(parents=True)
+        nbformat.write(page("import torch"), tmp_path / name)
+    assert launch.main(["--root", str(tmp_path), "--check"]) == 1
+    assert launch.stale(tmp_path, write=True) == ["nbs/kernels/00_tiny.ipynb", launch.SPIKE]
+    assert launch.main(["--root", str(tmp_path), "--check"]) == 0
 
 
 def test_a_visible_launch_cell_of_a_spike_stays_visible_and_in_its_place() -> None:
