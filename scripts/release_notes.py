@@ -13,11 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def section(changelog: str, version: str) -> str:
-    """The text below `## [version]`, up to the next section. Raises ValueError when there is none, or it is empty."""
-    found = re.search(rf"^## \[{re.escape(version)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
-    if found is None or not found[1].strip():
+    """The text below `## [version]`, up to the next section. Raises ValueError when it is missing, empty or without a date."""
+    head = rf"^## \[{re.escape(version)}\](?P<date>[^\n]*)\n"
+    found = re.search(rf"{head}(?P<text>.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
+    if found is None or not found["text"].strip():
         raise ValueError(f"CHANGELOG.md has no section [{version}]: write it before tagging")
-    return found[1].strip()
+    if not re.search(r"\d{4}-\d\d-\d\d", found["date"]):
+        raise ValueError(f"CHANGELOG.md's section [{version}] has no date: write the day of the release instead of Unreleased")
+    return found["text"].strip()
 
 
 def notes(tag: str, root: Path = ROOT) -> str:

@@ -1,6 +1,11 @@
-"""The wheel: what is in it, and that it runs in an environment without nbdev, fastcore or this checkout."""
+"""The wheel: what is in it, and that it runs in an environment without nbdev, fastcore or this checkout.
 
+Names: the distribution is `composer-notebooks`, since `composer-nb` on the package index is somebody else's.
+"""
+
+import ast
 import configparser
+import json
 import os
 import re
 import shutil
@@ -9,10 +14,12 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT_FROM = ("composer_nb", "pyproject.toml", "LICENSE", "README.md")
@@ -25,7 +32,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import composer_nb
-from composer_nb.loss import compose_loss
+from composer_nb import compose_loss
 
 torch.manual_seed(0)
 sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -89,15 +96,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_its_licence_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"composer_nb", f"composer_nb-{declared_version()}.dist-info"}
+    assert tops == {"composer_nb", f"composer_notebooks-{declared_version()}.dist-info"}
     assert "composer_nb/py.typed" in names
     assert any(re.fullmatch(r"[^/]+\.dist-info/licenses/LICENSE", name) for name in names)
     shipped = {n for n in names if n.startswith("composer_nb/") and n.endswith(".py")}
     assert shipped == {p.relative_to(ROOT).as_posix() for p in (ROOT / "composer_nb").rglob("*.py")}
 
 
+def declared() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def declared_version() -> str:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return declared()["version"]
 
 
 def test_version_is_the_same_everywhere(wheel: Path) -> None:
@@ -107,7 +118,8 @@ def test_version_is_the_same_everywhere(wheel: Path) -> None:
         r'^__version__ = "(.+)"$', (ROOT / "composer_nb" / "__init__.py").read_text(), re.MULTILINE
     )
     assert init is not None
-    assert {settings["DEFAULT"]["version"], init[1], wheel.name.split("-")[1]} == {declared_version()}
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert {settings["DEFAULT"]["version"], init[1], cited, wheel.name.split("-")[1]} == {declared_version()}
 
 
 def test_wheel_requires_neither_nbdev_nor_fastcore_to_run(wheel: Path) -> None:
@@ -124,6 +136,226 @@ def test_wheel_requires_neither_nbdev_nor_fastcore_to_run(wheel: Path) -> None:
     assert not any("==" in r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r), (
         "loose ranges only"
     )
+
+
+def test_each_extra_has_what_its_name_says_and_no_more() -> None:
+    extras = declared()["optional-dependencies"]
+    packages = {name: {re.split(r"[^\w.-]", r)[0].lower() for r in needs} for name, needs in extras.items()}
+    assert "py-data-juicer" in packages["normalize"] and "py-data-juicer" not in packages["replay"]
+    assert "torchft" in packages["diloco"]
+    core = {re.split(r"[^\w.-]", r)[0].lower() for r in declared()["dependencies"]}
+    assert {"filelock", "platformdirs", "typer"} <= core
+    assert core.isdisjoint({"matplotlib", "pandas", "torchft", "py-data-juicer"})
+
+
+def test_self_references_name_this_distribution_and_extras_that_exist() -> None:
+    extras = declared()["optional-dependencies"]
+    named = [r for needs in extras.values() for r in needs if r.lower().startswith("composer")]
+    assert named
+    for requirement in named:
+        distribution, inside = re.fullmatch(r"([\w-]+)\[([\w,]+)\]", requirement).groups()
+        assert distribution == declared()["name"] == "composer-notebooks"
+        assert set(inside.split(",")) <= extras.keys()
+
+
+WRONG_INSTALL = re.compile(r"(?:pip|uv)3? install[^\n`]*?[\s\"'=](composer[-_]nb)(?![\w-]|\.git|/)", re.IGNORECASE)
+WRONG_VERSION = re.compile(r"(?:version|distribution)\(\s*[\"'](composer[-_]nb)[\"']")
+WARNED = "Do not run `pip install composer-nb`"
+
+
+def printed() -> Iterator[tuple[str, str]]:
+    """Everything that a reader is shown: pages, notebooks, the package's messages."""
+    for pattern in ("*.md", "book/*.md", "composer_nb/**/*.py", "scripts/*.py", "spikes/*.py", ".github/**/*.yml"):
+        for path in ROOT.glob(pattern):
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    for pattern in ("nbs/*/*.ipynb", "spikes/*/*.ipynb"):
+        for path in ROOT.glob(pattern):
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            yield path.relative_to(ROOT).as_posix(), "\n".join("".join(cell["source"]) for cell in cells)
+
+
+def test_every_printed_install_names_this_distribution() -> None:
+    found = [
+        f"{name}: {line.strip()}"
+        for name, text in printed()
+        for line in text.splitlines()
+        if (WRONG_INSTALL.search(line) or WRONG_VERSION.search(line)) and WARNED not in line
+    ]
+    assert not found, "composer-nb on the index is somebody else's:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pip install composer_nb", 'run pip install "composer_nb[replay]"', "pip install -U 'composer-nb[diloco]'"],
+)
+def test_a_wrong_install_would_be_found(line: str) -> None:
+    assert WRONG_INSTALL.search(line)
+
+
+def test_right_installs_are_left_alone() -> None:
+    for line in ('pip install "composer-notebooks[replay]"', "composer-nb wheelhouse out", "git clone x/composer_nb"):
+        assert not WRONG_INSTALL.search(line)
+
+
+# --- what an import brings -------------------------------------------------------------------------------------------
+
+FORBID = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"{{name}} was imported")
+
+sys.meta_path.insert(0, Forbidden())
+"""
+
+
+def import_without(names: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    source = FORBID.format(names=names) + code
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import composer_nb",
+        "import composer_nb.redaction",
+        "from composer_nb import ClaudeCodeIngester, TraceState",
+        "import composer_nb.traces",
+        "import composer_nb.cli",
+    ],
+)
+def test_importable_without_torch(code: str) -> None:
+    done = import_without(("torch", "transformers"), code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_hook_forbids_torch() -> None:
+    done = import_without(("torch",), "import composer_nb.core")
+    assert done.returncode != 0 and "torch was imported" in done.stderr
+
+
+def at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Statements that run when a module is imported: everything outside functions."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            waiting += ast.iter_child_nodes(node)
+
+
+def test_no_module_imports_what_only_extras_have() -> None:
+    """Extras are imported where they are used; a module that needs one to be imported would break the core install."""
+    optional = {"matplotlib", "pandas", "torchft", "zstandard", "s3fs", "data_juicer", "moto", "peft", "kingfisher_sdk"}
+    found = []
+    for path in sorted((ROOT / "composer_nb").rglob("*.py")):
+        if "drills" in path.parts:  # by name what chapters practise on
+            continue
+        for node in at_import(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found += [f"{path.relative_to(ROOT)}: {n}" for n in names if n.split(".")[0] in optional]
+    assert not found
+
+
+# --- the package's own names -----------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_where_the_table_says() -> None:
+    import composer_nb
+
+    missing = [name for name in composer_nb.__all__ if not hasattr(composer_nb, name)]
+    assert not missing
+    assert "compose_loss" in dir(composer_nb)
+
+
+def test_type_checkers_read_the_same_table() -> None:
+    import composer_nb
+
+    tree = ast.parse((ROOT / "composer_nb" / "__init__.py").read_text(encoding="utf-8"))
+    guarded = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    shown = {node.module: tuple(sorted(a.name for a in node.names)) for node in guarded.body}
+    assert shown == {module: tuple(sorted(names)) for module, names in composer_nb._MODULES.items()}
+
+
+def test_a_planned_name_says_where_it_will_be() -> None:
+    import composer_nb
+
+    for name, module in composer_nb._PLANNED.items():
+        with pytest.raises(ImportError, match=rf"composer_nb\.{module}"):
+            getattr(composer_nb, name)
+        assert not (ROOT / "composer_nb" / f"{module.replace('.', '/')}.py").exists(), f"{name} is built: move it"
+    with pytest.raises(AttributeError, match="no_such_name"):
+        composer_nb.no_such_name  # noqa: B018
+
+
+# --- release and containers ------------------------------------------------------------------------------------------
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_container_and_devcontainer_build_with_targets_that_exist() -> None:
+    docker = (ROOT / "Dockerfile").read_text()
+    dev = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    said = docker.replace('["make", "test"]', "make test") + "\n" + dev["postCreateCommand"]
+    asked = set(re.findall(r"(?:^|^RUN |^CMD |&& )make ([a-z][a-z-]*)", said, re.MULTILINE))
+    assert {"quickstart", "test"} <= asked <= make_targets()
+    words = {line.split()[0] for line in docker.splitlines() if re.match(r"[A-Z]+ ", line)}
+    assert words <= {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "CMD"}
+
+
+def test_workflows_and_templates_parse_and_name_files_that_exist() -> None:
+    files = sorted((ROOT / ".github").rglob("*.yml"))
+    assert {"ci.yml", "gpu.yml", "release.yml", "bug.yml"} <= {f.name for f in files}
+    for file in files:
+        assert yaml.safe_load(file.read_text()), file
+        for script in re.findall(r"(?:python|run:) ((?:scripts|spikes|\.ci)/[\w./]+)", file.read_text()):
+            assert (ROOT / script).exists(), f"{file.name}: {script}"
+
+
+def test_a_release_publishes_what_the_build_makes() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    flow = yaml.safe_load(text)
+    assert flow[True]["push"]["tags"] == ["v*"]  # YAML reads the word `on` as a truth value
+    assert f"dist/{declared()['name'].replace('-', '_')}-*.tar.gz" in text
+
+
+@pytest.fixture
+def release_notes():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import release_notes
+    finally:
+        sys.path.pop(0)
+    return release_notes
+
+
+def test_notes_of_a_release_are_its_section(release_notes) -> None:
+    changelog = "# Changelog\n\n## [1.1.0] - 2027-02-01\n\n### Added\n- b\n\n## [1.0.0] - 2027-01-01\n- a\n"
+    assert release_notes.section(changelog, "1.1.0") == "### Added\n- b"
+    assert release_notes.section(changelog, "1.0.0") == "- a"
+
+
+@pytest.mark.parametrize(
+    ("changelog", "said"),
+    [
+        ("## [1.0.0] - 2027-01-01\n- a\n", "no section"),
+        ("## [1.1.0] - Unreleased\n- a\n", "has no date"),
+        ("## [1.1.0] - 2027-01-01\n\n## [1.0.0] - 2027-01-01\n- a\n", "no section"),
+    ],
+)
+def test_a_tag_without_its_section_is_refused(release_notes, changelog: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        release_notes.section(changelog, "1.1.0")
+
+
+def test_a_tag_that_is_not_the_version_is_refused(release_notes) -> None:
+    with pytest.raises(ValueError, match="does not match version"):
+        release_notes.notes("v99.0.0")
 
 
 @pytest.mark.slow

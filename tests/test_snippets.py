@@ -1,4 +1,4 @@
-"""README and changelog: every fence names its language, and what it says runs."""
+"""README and CONTRIBUTING: every fence names its language, and what it says runs."""
 
 import re
 import subprocess
@@ -38,7 +38,8 @@ def commands(code: str) -> Iterator[str]:
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = snippets(README)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SNIPPETS = snippets(README) + snippets(CONTRIBUTING)
 
 
 def of_language(language: str) -> list[object]:
@@ -72,8 +73,21 @@ def check_spike_runner(command: str) -> None:
         run.resolve_parameters(known, dict(map(run.parse_assignment, arguments.parameter)))
 
 
+def check_cli(words: list[str]) -> None:
+    """A line of `composer-nb` must name an existing command and options it has; nothing is run."""
+    import typer
+
+    from composer_nb.cli import app
+
+    command = typer.main.get_command(app)
+    _, sub, rest = command.resolve_command(command.make_context("composer-nb", [], resilient_parsing=True), words)
+    assert sub is not None
+    sub.make_context(words[0], rest)
+
+
 def test_every_fence_is_closed_and_names_a_known_language() -> None:
-    assert README.count("\n```") + README.startswith("```") == 2 * len(SNIPPETS)
+    for text in (README, CONTRIBUTING):
+        assert text.count("\n```") + text.startswith("```") == 2 * len(snippets(text))
     strangers = {f"line {s.line}: {s.language!r}" for s in SNIPPETS} - {
         f"line {s.line}: {s.language!r}" for s in SNIPPETS if s.language in LANGUAGES
     }
@@ -103,6 +117,8 @@ def test_bash_snippet_names_things_that_exist(code: str) -> None:
             check_make(command)
         elif words[:2] == [".venv/bin/python", "spikes/run.py"]:
             check_spike_runner(command)
+        elif Path(words[0]).name == "composer-nb":
+            check_cli(words[1:])
         elif words[0].startswith(".venv/bin/"):
             assert (Path(sys.executable).parent / Path(words[0]).name).exists(), command
         else:
@@ -117,3 +133,8 @@ def test_a_fence_without_language_would_be_found() -> None:
 def test_an_unknown_make_target_would_be_found() -> None:
     with pytest.raises(AssertionError, match="no-such-target"):
         check_make("make no-such-target")
+
+
+def test_an_unknown_option_of_the_command_would_be_found() -> None:
+    with pytest.raises(Exception, match="No such option: --no-such-option"):
+        check_cli(["wheelhouse", "out", "--no-such-option"])

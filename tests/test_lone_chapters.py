@@ -1,0 +1,342 @@
+"""Pages opened as Colab and Kaggle open them: an empty folder, a kernel without the package, only the launch cell installs."""
+
+import http.server
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import launch  # noqa: E402
+import lone_install  # noqa: E402
+import run_lone  # noqa: E402
+
+from composer_nb.wheelhouse import collect, pack_book  # noqa: E402
+
+PLACE = ROOT / "nbs" / "kernels" / "tiny.ipynb"
+REMEDY = "switch on Settings > Internet"
+BLOCKED = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+CHAPTERS = [p for p in run_lone.pages(ROOT)]
+
+# What a page relies on: the installed package (no checkout, not editable), its folder, the files beside it.
+RELIES = """
+import json
+import sys
+from pathlib import Path
+
+import composer_nb
+import composer_nb.core
+import jaxtyping
+
+assert composer_nb.__file__ and "site-packages" in composer_nb.__file__, composer_nb.__file__
+assert not hasattr(composer_nb, "stale")
+assert Path.cwd().name == "kernels" and Path.cwd().parents[1].name == "composer_nb-{version}"
+assert json.loads(Path("../../tests/parity/golden.json").read_text())
+import importlib.metadata as metadata
+assert metadata.version("composer-notebooks") == composer_nb.__version__ == "{version}"
+"""
+STALE = """
+import sys, types
+sys.modules["composer_nb"] = types.ModuleType("composer_nb")
+sys.modules["composer_nb"].stale = True
+"""
+
+
+def page(*cells: str) -> nbformat.NotebookNode:
+    return nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_markdown_cell("# Tiny"), *(nbformat.v4.new_code_cell(cell) for cell in cells)]
+    )
+
+
+def job(*cells: str, before: str = "") -> run_lone.Job:
+    """A page with today's launch cell, after which `cells` run; `before` runs first."""
+    notebook = page(*cells)
+    launch.add_launch_cell(notebook, PLACE)
+    if before:
+        notebook.cells.insert(1, nbformat.v4.new_code_cell(before))
+    return run_lone.Job("nbs/kernels/tiny", notebook, tuple(launch.extras(notebook)))
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> run_lone.Environments:
+    folder = tmp_path_factory.mktemp("envs")
+    return run_lone.Environments(folder, sys.executable, run_lone.link_base(folder / "links"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> run_lone.Sources:
+    archive = pack_book(ROOT, tmp_path_factory.mktemp("archive") / "book.tar.gz")
+    return run_lone.Sources(archive, pins=ROOT / "constraints.txt" if sys.version_info[:2] == (3, 11) else None)
+
+
+# --- pages that run ---------------------------------------------------------------------------------------------------
+
+
+def test_before_the_launch_cell_nothing_of_the_project_is_there(environments: run_lone.Environments) -> None:
+    python = environments.get("bare")
+    code = "import importlib.util as u; print([n for n in ('composer_nb', 'trl', 'jaxtyping') if u.find_spec(n)])"
+    where = environment_of(python, run_lone.Sources())
+    done = subprocess.run([python, "-c", code], env=where, cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert "PYTHONPATH" not in where
+
+
+def environment_of(python: Path, sources: run_lone.Sources) -> dict[str, str]:
+    return run_lone.environment(python, sources)
+
+
+def test_a_lone_page_finds_package_data_and_folder(environments, sources, tmp_path: Path) -> None:
+    tiny = job(RELIES.format(version=launch.version()), before=STALE)
+    result = run_lone.run_page(tiny, environments.get("core"), sources, tmp_path / "lone")
+    assert result.reason == ""
+    assert 0 < result.launch_s <= result.wall_s
+
+
+def test_a_cell_that_fails_is_named(environments, sources, tmp_path: Path) -> None:
+    result = run_lone.run_page(
+        job("1 / 0"), environments.get("core"), sources, tmp_path / "lone"
+    )
+    assert re.fullmatch(r"cell \d+: ZeroDivisionError: division by zero", result.reason)
+    assert run_lone.report([result], ["nbs/kernels/tiny", "nbs/kernels/other"], "3.11")["failed"] == {
+        "nbs/kernels/tiny": result.reason,
+        "nbs/kernels/other": "was not reached",
+    }
+
+
+def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    write = f"import os; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid()))"
+    notebook = page(write)
+    result = run_lone.run_page(run_lone.Job("x", notebook, ()), environments.get("bare"), sources, tmp_path / "lone")
+    assert result.reason == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+# --- what goes wrong is one line that names the remedy -----------------------------------------------------------------
+
+
+def test_a_missing_archive_names_the_remedy(environments, tmp_path: Path) -> None:
+    nowhere = run_lone.Sources(str(tmp_path / "nowhere.tar.gz"))
+    result = run_lone.run_page(job("1"), environments.get("bare"), nowhere, tmp_path / "lone")
+    assert "SystemExit: The book could not be fetched." in result.reason and REMEDY in result.reason
+
+
+def test_without_a_network_the_remedy_is_named(environments, tmp_path: Path, monkeypatch) -> None:
+    for name, value in BLOCKED.items():
+        monkeypatch.setenv(name, value)
+    result = run_lone.run_page(job("1"), environments.get("bare"), run_lone.Sources(), tmp_path / "lone")
+    assert "SystemExit: The book could not be fetched." in result.reason and REMEDY in result.reason
+
+
+def test_an_index_out_of_reach_names_the_remedy(environments, sources, tmp_path: Path, monkeypatch) -> None:
+    """The archive is there and a package that it needs is not."""
+    for name, value in BLOCKED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    result = run_lone.run_page(job("1"), environments.get("bare"), sources, tmp_path / "lone")
+    assert "SystemExit: The package index could not be reached: switch on the internet" in result.reason
+
+
+def test_a_wheelhouse_without_wheels_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COMPOSER_NB_WHEELHOUSE", str(tmp_path))
+    with pytest.raises(SystemExit, match="holds no wheel of composer-notebooks"):
+        lone_install.wheelhouse()
+
+
+def test_the_namesake_is_refused(monkeypatch) -> None:
+    class Namesake(importlib.metadata.Distribution):
+        def read_text(self, filename: str) -> str:
+            return "Name: composer-nb\nVersion: 0.6.0\n"
+
+        def locate_file(self, path):
+            return path
+
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **context: iter([Namesake()]))
+    with pytest.raises(SystemExit, match="uninstall -y composer-nb"):
+        lone_install.refuse_what_cannot_work()
+
+
+def test_an_old_python_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(lone_install.sys, "version_info", (3, 10, 1))
+    with pytest.raises(SystemExit, match="needs Python 3.11 or newer, this kernel is Python 3.10"):
+        lone_install.refuse_what_cannot_work()
+
+
+class Releases(http.server.BaseHTTPRequestHandler):
+    """A repository whose tag is not released yet: only the archive of its branch is there."""
+
+    archive: bytes
+
+    def do_GET(self) -> None:
+        there = "/heads/" in self.path
+        self.send_response(200 if there else 404)
+        self.end_headers()
+        if there:
+            self.wfile.write(self.archive)
+
+    def log_message(self, *words: object) -> None:
+        return None
+
+
+@pytest.fixture
+def releases(sources: run_lone.Sources) -> Iterator[str]:
+    Releases.archive = Path(sources.archive).read_bytes()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Releases)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+
+
+def test_before_a_release_the_branch_is_taken_with_a_printed_line(releases: str, tmp_path: Path) -> None:
+    """The cell up to the installation, with a real server in GitHub's place."""
+    text = launch.launch_cell(PLACE, page("1"))
+    text = text.replace(f"{launch.settings()['git_url']}/archive/refs/", releases).split("    sys.path.insert")[0]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("COMPOSER_NB_") and "proxy" not in k.lower()}
+    where = kept | {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, env=where, capture_output=True, text=True, check=True)
+    assert re.search(rf"tags/v{re.escape(launch.version())}\.tar\.gz: HTTP Error 404", done.stdout)
+    assert (tmp_path / "composer_nb_book" / f"composer_nb-{launch.version()}" / "nbs" / "kernels").is_dir()
+
+
+def test_elsewhere_the_launch_cell_does_nothing(tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if k != "KAGGLE_KERNEL_RUN_TYPE"}
+    text = launch.launch_cell(PLACE, page("1"))
+    subprocess.run([sys.executable, "-c", text], cwd=tmp_path, env=kept, check=True)
+    assert not list(tmp_path.iterdir())
+
+
+# --- offline ------------------------------------------------------------------------------------------------------------
+
+
+def without_network() -> list[str]:
+    """A prefix that takes the network away from a command, but for the loopback that a kernel talks over."""
+    probe = ["unshare", "--net", "sh", "-c", "ip link set lo up"]
+    try:
+        allowed = subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    return ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"] if allowed else []
+
+
+def test_a_wheelhouse_opens_a_page_with_the_network_off(environments, tmp_path: Path) -> None:
+    """Collected with the network, used without: a kernel in a network namespace of its own, or behind a dead proxy."""
+    house = tmp_path / "house"
+    made = collect(house, ROOT, extras=(), python=f"3.{sys.version_info.minor}")
+    assert made.archive == f"composer_nb-{launch.version()}.book"
+    assert any(name.startswith("composer_notebooks-") for name in made.wheels)
+    assert not any(name.startswith("torch-") for name in made.wheels)
+    tiny = job(RELIES.format(version=launch.version()))
+    nbformat.write(tiny.notebook, tmp_path / "tiny.ipynb")
+    driver = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+from pathlib import Path
+import nbformat, run_lone
+job = run_lone.Job("tiny", nbformat.read({str(tmp_path / "tiny.ipynb")!r}, 4), ())
+sources = run_lone.Sources(wheelhouse=Path({str(house)!r}))
+result = run_lone.run_page(job, Path({str(environments.get("offline"))!r}), sources, Path({str(tmp_path / "lone")!r}))
+sys.exit(result.reason or 0)
+"""
+    where = os.environ | {"PYTHONPATH": str(ROOT)} | BLOCKED
+    command = [*without_network(), sys.executable, "-c", driver]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the template -------------------------------------------------------------------------------------------------------
+
+
+def test_extras_follow_from_imports() -> None:
+    assert launch.extras(page("import torch")) == []
+    assert launch.extras(page("import matplotlib.pyplot as plt")) == ["plot"]
+    assert launch.extras(page("def f():\n    from moto.server import ThreadedMotoServer")) == ["drills"]
+    assert "smollm2" in launch.extras(page("from composer_nb.models import load_model"))
+    assert "diloco" in launch.extras(page("#| default_exp diloco.outer\n", "%timeit 1"))
+    assert launch.extras(page("import mattplotlib_like")) == []
+
+
+def test_extras_of_the_table_exist() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(launch.EXTRAS.values()) <= declared.keys()
+    needed = {extra for p in CHAPTERS for extra in launch.extras(nbformat.read(ROOT / f"{p}.ipynb", 4))}
+    assert needed <= set(declared)
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> None:
+    """Imported names are of Python, the core, or an extra that the launch cell asks for; nothing comes by luck."""
+    core = {
+        "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm", "jaxtyping",
+        "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml", "composer_nb",
+        "IPython",  # every notebook has it
+        "bfcl_eval", "liger_kernel",  # data wheels
+        "werkzeug", "huggingface_hub", "tokenizers",  # moto's server, transformers' own
+    }  # fmt: skip
+    notebook = nbformat.read(ROOT / f"{name}.ipynb", 4)
+    cells = [c.source for c in notebook.cells if c.cell_type == "code" and not launch.is_launch_cell(c)]
+    found = {module.split(".")[0] for source in cells for module in launch.imports(source)}
+    strangers = found - core - sys.stdlib_module_names - {module.split(".")[0] for module in launch.EXTRAS}
+    local = {p.stem for p in (ROOT / name).parent.glob("*.py")}
+    assert not strangers - local, f"add it to launch.EXTRAS and pyproject.toml: {strangers - local}"
+
+
+def test_the_launch_cell_is_replaced_not_repeated() -> None:
+    notebook = page("import torch")
+    for _ in range(2):
+        launch.add_launch_cell(notebook, PLACE)
+    cells = [c for c in notebook.cells if launch.is_launch_cell(c)]
+    assert len(cells) == 1 and cells[0].id == "launch" and notebook.cells.index(cells[0]) == 1
+    assert cells[0].source.startswith("#| hide\n")
+    assert len(cells[0].source.splitlines()) <= 40 and max(map(len, cells[0].source.splitlines())) <= 110
+    json.dumps(notebook)
+
+
+def test_stale_launch_cells_are_found_and_written(tmp_path: Path) -> None:
+    for name in ("nbs/kernels/00_tiny.ipynb", launch.SPIKE):
+        (tmp_path / name).parent.mkdir(parents=True)
+        nbformat.write(page("import torch"), tmp_path / name)
+    assert launch.main(["--root", str(tmp_path), "--check"]) == 1
+    assert launch.stale(tmp_path, write=True) == ["nbs/kernels/00_tiny.ipynb", launch.SPIKE]
+    assert launch.main(["--root", str(tmp_path), "--check"]) == 0
+
+
+def test_a_visible_launch_cell_of_a_spike_stays_visible_and_in_its_place() -> None:
+    old = "import os\nif 'KAGGLE_KERNEL_RUN_TYPE' in os.environ:\n    !git clone -q --depth 1 https://x"
+    notebook = page("smoke = False", old, "import torch")
+    launch.add_launch_cell(notebook, ROOT / f"{run_lone.SPIKE}.ipynb")
+    assert [launch.is_launch_cell(c) for c in notebook.cells] == [False, False, True, False]
+    assert not notebook.cells[2].source.startswith("#| hide")
+
+
+def test_slow_and_gpu_cells_are_left_out_and_the_spike_smokes() -> None:
+    jobs = {page: run_lone.prepare(page, ROOT) for page in CHAPTERS}
+    sources = "\n".join(c.source for j in jobs.values() for c in j.notebook.cells if c.cell_type == "code")
+    assert not run_lone.LEFT_OUT.search(sources)
+    assert run_lone.LEFT_OUT.search("#| slow\n1") and run_lone.LEFT_OUT.search("#|gpu\n1")
+    assert any(c.source.startswith("smoke = True") for c in jobs[run_lone.SPIKE].notebook.cells)
+
+
+def test_workers_share_pages_by_extras_and_take_each_once() -> None:
+    jobs = [run_lone.Job(str(n), page(), needs) for n, needs in enumerate([(), ("a",), ("a",), ("a",), ("b",)])]
+    queue, first, second = run_lone.Queue(jobs), set(), set()
+    order = []
+    while left := [j for j in (queue.next(first), queue.next(second)) if j]:
+        order += [j.page for j in left]
+    assert sorted(order) == ["0", "1", "2", "3", "4"]
+    assert first == {("a",)} and ("a",) not in second
