@@ -78,7 +78,7 @@ class History:
 
     def before(self, commit: str | None) -> list[str]:
         """The commits that came before `commit`; all of them for None."""
-        return self.commits if commit is None else git(self.root, "rev-list", f"{commit}^@").split()
+        return self.commits if commit is None else git(self.root, "rev-list", commit).split()[1:]
 
     def versions(self, path: Path) -> list[tuple[str, bytes]]:
         """Blob id and content of every committed version of a file, oldest first."""
@@ -101,20 +101,16 @@ def identity_faults(run: Path, metrics: Mapping[str, Any], history: History) -> 
     if str(metrics["commit"]).endswith("+"):
         return {"commit": "the tree was dirty: commit, then run again"}
     earlier = history.before(history.added(run / "metrics.json"))
-    holders = [c for c in earlier if ids.items() <= history.ids(c, spike).items()]
+    held = any(
+        ids.items() <= history.ids(c, spike).items() for c in earlier
+    )  # the newest first, often the one
     faults: dict[str, str] = {}
-    if not holders:
-        some = [
-            role
-            for role, found in ids.items()
-            if not any(history.ids(c, spike).get(role) == found for c in earlier)
+    if not held:
+        lost = [
+            role for role in ids if not any(history.ids(c, spike).get(role) == ids[role] for c in earlier)
         ]
-        what = (
-            f"no commit before it holds its {', '.join(some)}"
-            if some
-            else "no one commit before it holds all its ids"
-        )
-        faults["commit"] = f"{what}: run again on a commit that is kept"
+        what = f"holds its {', '.join(lost)}" if lost else "holds all its ids at once"
+        faults["commit"] = f"no commit before it {what}: run again on a commit that is kept"
     if "plan" not in ids:
         faults["plan"] = "no plan recorded: commit plan.md and run again"
     elif not any(history.ids(c, spike).get("plan") == ids["plan"] for c in earlier):
