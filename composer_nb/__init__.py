@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .batch import ComposerDataCollator, DPOPair, build_batch
-    from .diloco.executors import LocalProcessExecutor, ServerlessExecutor
+    from .launch.job import ServerlessExecutor
+    from .launch.local import LocalProcessExecutor
     from .diloco.manager import MockManager, ObjectStoreAllReduce, ObjectStoreManager
     from .diloco.outer_loop import make_diloco_outer_loop
     from .distillation.divergence import generalized_jsd_loss
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 # The one place that says where a public name lives; the imports above repeat it for type checkers, and a test compares.
 _MODULES: dict[str, tuple[str, ...]] = {
     "batch": ("ComposerDataCollator", "DPOPair", "build_batch"),
-    "diloco.executors": ("LocalProcessExecutor", "ServerlessExecutor"),
+    "launch.job": ("ServerlessExecutor",),
+    "launch.local": ("LocalProcessExecutor",),
     "diloco.manager": ("MockManager", "ObjectStoreAllReduce", "ObjectStoreManager"),
     "diloco.outer_loop": ("make_diloco_outer_loop",),
     "distillation.divergence": ("generalized_jsd_loss",),
