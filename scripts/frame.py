@@ -1,7 +1,7 @@
-"""Write what every chapter says about its place in the book: what to read first, and what comes next.
+"""Write what every chapter says about its place in the book: what to read first, what comes next, where it opens.
 
-Both follow from `_toc.yml` and from what the chapters import. `python scripts/frame.py` writes them into the
-notebooks, `--check` (part of `make clean-check`) fails when one is stale.
+All of it follows from `_toc.yml` and from what the chapters import; the launch cell is that of `launch.py`.
+`python scripts/frame.py` writes it into the notebooks, `--check` (part of `make clean-check`) fails when it is stale.
 """
 
 import argparse
@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nbformat
+from launch import add_launch_cell, links
 from measure_house import PACKAGE, ROOT, parsed, toc_order
 
 TIME_LINE = re.compile(r"^\*(?P<parts>[^*\n]+·[^\n]*)\*$", re.MULTILINE)
 READ_FIRST = re.compile(r"^(?:read |nothing to read|no chapter)", re.IGNORECASE)
 NEXT_CELL = "next"
+BADGE_LINE = re.compile(r"^(<!-- badges -->|\[Open in Colab\]\(.*)$", re.MULTILINE)
 HAND_WRITTEN_NEXT = re.compile(r"^\*\*Next\*\*:.*?(?=\*\*References\*\*|\n|\Z)", re.MULTILINE)
 
 
@@ -95,7 +97,7 @@ class Shelf:
 
 
 def frame(notebook: nbformat.NotebookNode, page: str, shelf: Shelf) -> None:
-    """Write the two places into one chapter, in place."""
+    """Write all of it into one chapter, in place."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown" and cell.get("id") != NEXT_CELL:
             cell["source"] = HAND_WRITTEN_NEXT.sub("", cell.source).strip("\n")
@@ -105,12 +107,14 @@ def frame(notebook: nbformat.NotebookNode, page: str, shelf: Shelf) -> None:
     parts = found["parts"].split(" · ") if found else ["Ten minutes", "CPU"]
     kept = [p.rstrip(".") for p in parts if not READ_FIRST.match(p)]
     line = f"*{' · '.join([*kept, shelf.read_first(page)])}*"
+    title["source"] = BADGE_LINE.sub(lambda _: links(shelf.root / f"{page}.ipynb", shelf.root), title.source)
     title["source"] = TIME_LINE.sub(lambda _: line, title.source) if found else f"{title.source}\n\n{line}"
     if "<!-- roadmap" not in title.source:
         title["source"] += "\n\n<!-- roadmap -->"
     last = nbformat.v4.new_markdown_cell(shelf.next_line(page))
     last["id"] = NEXT_CELL
     notebook.cells.append(last)
+    add_launch_cell(notebook, shelf.root / f"{page}.ipynb", shelf.root)
 
 
 def stale(root: Path, write: bool) -> list[str]:

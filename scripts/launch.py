@@ -58,9 +58,9 @@ def version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def links(path: Path) -> str:
+def links(path: Path, root: Path = ROOT) -> str:
     """The one template for a chapter's launch links."""
-    blob = f"{settings()['git_url']}/blob/{settings()['branch']}/{path.relative_to(ROOT).as_posix()}"
+    blob = f"{settings()['git_url']}/blob/{settings()['branch']}/{path.relative_to(root).as_posix()}"
     colab = blob.replace("https://github.com", "https://colab.research.google.com/github")
     return f"[Open in Colab]({colab}) · [Open in Kaggle](https://kaggle.com/kernels/welcome?src={blob})"
 
