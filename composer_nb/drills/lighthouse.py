@@ -1,4 +1,4 @@
-"""Drill: torchft's lighthouse and replicas as processes, one of them killed and started again. Kept by hand, no part of the library."""
+"""Drill: torchft's lighthouse and replicas as processes, one of them killed and started again."""
 
 from __future__ import annotations
 
@@ -116,5 +116,7 @@ class Town:
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() >= end:
-                raise TimeoutError(f"not within {seconds} s; exit codes {[p.poll() for p in self.replicas.values()]}")
+                raise TimeoutError(
+                    f"not within {seconds} s; exit codes {[p.poll() for p in self.replicas.values()]}"
+                )
             time.sleep(0.05)
