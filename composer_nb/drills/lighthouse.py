@@ -111,7 +111,7 @@ class Town:
         ones = (frame["alive"] == 1).sum()
         return bool(ones >= 5 and frame["alive"].iloc[-1] == 1 and frame["at"].iloc[-1] > died + 3)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 180) -> None:
         """Raises TimeoutError, also when a replica has ended by itself."""
         end = time.monotonic() + seconds
         while not condition():
