@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,10 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from composer_nb.diloco import manager as room
+from composer_nb.diloco import all_reduce as room
+from composer_nb.diloco.payload import PayloadRef, write_payload
+from composer_nb.diloco.store import BucketUnavailable, open_bucket
+from composer_nb.drills.damage import damage
 from composer_nb.diloco.manager import (
     MockManager,
     ObjectStoreAllReduce,
@@ -195,7 +199,7 @@ def test_a_killed_process_is_named_and_the_others_get_one_answer(tmp_path):
         reduce = reducer(tmp_path, rank, 3, timeout_s=1.5)
         reduce.allreduce(torch.ones(2), "x")
         if rank == 1:  # between the payload and the offer
-            room._Round._put_offer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            room.Meeting.put_offer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
             reduce.allreduce(torch.ones(2), "x")
@@ -282,14 +286,14 @@ def test_wrong_arguments(tmp_path, wrong, said):
 
 def test_names_are_kept_apart():
     names = ["a", "a/b", "a=2Fb", "a b", ".a", "=2Ea", "~", "ä", "A", "a" * 180]
-    parts = [room._key_part(name) for name in names]
+    parts = [room.key_part(name) for name in names]
     assert len(set(parts)) == len(names)
     memory = open_bucket(f"memory://{uuid.uuid4().hex}")
     for part in parts:
         memory.put(f"x/{part}", b"")
     for wrong in ("", None, "ä" * 60):
         with pytest.raises(ValueError, match="name"):
-            room._key_part(wrong)
+            room.key_part(wrong)
 
 
 # ---- ranks that differ
@@ -337,7 +341,7 @@ def by_hand(bucket, tensors, spoil=lambda data: data, run="run", rank=1):
     """Rank 1's offer to round 0 of `x` in a world of two, written here."""
     ref = write_payload(bucket, tensors, {"by": str(rank)})
     bucket.put(ref.key, spoil(bucket.get(ref.key)))
-    form = room._form_of(tensors, "mean", 2, None, "")
+    form = room.form_of(tensors, "mean", 2, None, "")
     offer = json.dumps({"form": form, "ref": ref.to_dict(), "meta": None}).encode()
     bucket.put(f"allreduce/{run}/rounds/x/00000000/offers/{rank:05d}.json", offer)
 
@@ -415,7 +419,7 @@ def test_a_late_rank_gets_the_average_of_the_others(tmp_path):
 def test_a_rank_that_slept_cannot_decide_a_round_again(tmp_path):
     """Rank 1 is stopped right before it writes the record; meanwhile rank 0 decides the round, goes on, and sweeps it."""
     first, second = (reducer(tmp_path, rank, 2, min_ranks=1, grace_s=0.0) for rank in range(2))
-    bucket = second._join()
+    bucket = room.take_rank(second)
     create = bucket.put_if_absent
 
     def sleepy(key, data):
@@ -451,10 +455,10 @@ def test_an_outage_is_waited_for_and_not_for_ever(tmp_path):
     bucket = open_bucket(tmp_path)
     by_hand(bucket, {"tensor": torch.tensor([3.0])})
     reduce = reducer(tmp_path, 0, 2)
-    reduce._join()
-    reduce._bucket = Shaky(bucket, 3)
-    assert reduce.allreduce(torch.tensor([1.0]), "x") == 2 and set(reduce._bucket.left.values()) == {0}
-    reduce._bucket, reduce.timeout_s = Shaky(bucket, 10**9), 0.2
+    room.take_rank(reduce)
+    reduce.bucket = Shaky(bucket, 3)
+    assert reduce.allreduce(torch.tensor([1.0]), "x") == 2 and set(reduce.bucket.left.values()) == {0}
+    reduce.bucket, reduce.options = Shaky(bucket, 10**9), replace(reduce.options, timeout_s=0.2)
     with pytest.raises(BucketUnavailable):
         reduce.allreduce(torch.tensor([1.0]), "x")
 

@@ -1,4 +1,4 @@
-"""Drill: torchft's lighthouse and replicas as processes, one of them killed and started again. Kept by hand, no part of the library."""
+"""Drill: torchft's lighthouse and replicas as processes, one of them killed and started again."""
 
 from __future__ import annotations
 
@@ -111,10 +111,12 @@ class Town:
         ones = (frame["alive"] == 1).sum()
         return bool(ones >= 5 and frame["alive"].iloc[-1] == 1 and frame["at"].iloc[-1] > died + 3)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 180) -> None:
         """Raises TimeoutError, also when a replica has ended by itself."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() >= end:
-                raise TimeoutError(f"not within {seconds} s; exit codes {[p.poll() for p in self.replicas.values()]}")
+                raise TimeoutError(
+                    f"not within {seconds} s; exit codes {[p.poll() for p in self.replicas.values()]}"
+                )
             time.sleep(0.05)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -36,17 +37,25 @@ from composer_nb.diloco.store import Bucket, open_bucket
 from composer_nb.drills.s3_server import Proxy, Reply, Request, local_s3, running, s3_error
 
 RUN = "drill"
-# A stall of the machine below the lease changes nothing; the grace window keeps rounds short when a replica is silent.
-SEAT = {"run_id": RUN, "lease_s": 4.0, "grace_s": 0.5, "timeout_s": 60.0, "sync_every": 8, "snapshot_every": 10**6}
+# A stall of the machine below the lease changes nothing; grace keeps rounds short when a replica is silent.
+SEAT = {
+    "run_id": RUN,
+    "lease_s": 4.0,
+    "grace_s": 0.5,
+    "timeout_s": 60.0,
+    "sync_every": 8,
+    "snapshot_every": 10**6,
+}
 PATIENCE_S = 90.0
 NOBODY = 65534
 
 
-# --- what can be wrong with a process ----------------------------------------------------------------------------
+# --- what can be wrong with a process -----------------------------------------------------------------
 
 
 def shift_clock(seconds: float) -> None:
-    """This process's time of day is off by so many seconds. Its monotonic clock is not, as on a real machine."""
+    """This process's time of day is off by so many seconds. Its monotonic clock is not, as on a real
+    machine."""
     real, time_s, time_ns = datetime.datetime, time.time, time.time_ns
 
     class Shifted(real):
@@ -92,7 +101,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-# --- a replica ---------------------------------------------------------------------------------------------------
+# --- a replica ----------------------------------------------------------------------------------------
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -102,10 +111,12 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def learn(uri: str, rank: int, stop: Path, life: dict[str, Any], options: dict[str, Any]) -> None:
-    """Train a small model in the run until the file `stop` is there, or who started this has gone; `life` is filled with how it went.
+    """Train a small model in the run until the file `stop` is there, or who started this has gone; `life`
+    is filled with how it went.
 
-    Of `options`, `width` is the model's, `fault` a name in `FAULTS` with its argument, `after` how many rounds to be in
-    before that, `leave_after` how many to be in altogether; the rest goes to `make_diloco_outer_loop`.
+    Of `options`, `width` is the model's, `fault` a name in `FAULTS` with its argument, `after` how many
+    rounds to be in before that, `leave_after` how many to be in altogether; the rest goes to
+    `make_diloco_outer_loop`.
     """
     mine = {name: options.pop(name, None) for name in ("width", "fault", "after", "leave_after")}
     parent, width = os.getppid(), mine["width"] or 16
@@ -152,15 +163,17 @@ def replica(uri: str, rank: int, stop: str, result: str, options: dict[str, Any]
     os.replace(result + ".part", result)
 
 
-# --- a run -------------------------------------------------------------------------------------------------------
+# --- a run --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """One drill. `before`, `told`, `after`: the last committed round at the start, at the error, and two rounds later.
+    """One drill. `before`, `told`, `after`: the last committed round at the start, at the error, and two
+    rounds later.
 
-    `error` and `message` are empty where none is due; `who` is "the wrong one", or "all" where the store was at fault;
-    `included` counts rounds that the wrong replica was in; `lost` counts records committed before, and gone or changed.
+    `error` and `message` are empty where none is due; `who` is "the wrong one", or "all" where the store
+    was at fault; `included` counts rounds that the wrong replica was in; `lost` counts records committed
+    before, and gone or changed.
     """
 
     fault: str
@@ -192,7 +205,9 @@ class Life:
     def ended(self) -> bool:
         if self.result.exists():
             return True
-        assert self.process.is_alive() or self.result.exists(), f"{self.result.name} died with {self.process.exitcode}"
+        assert self.process.is_alive() or self.result.exists(), (
+            f"{self.result.name} died with {self.process.exitcode}"
+        )
         return False
 
     def read(self) -> dict[str, Any]:
@@ -212,14 +227,19 @@ def wait_for(condition: Callable[[], Any], pause_s: float = 0.05) -> None:
 
 
 class Run:
-    """A run in the bucket at `uri`. `options` go to every replica; `watcher` is the drill's own way into the bucket."""
+    """A run in the bucket at `uri`. `options` go to every replica; `watcher` is the drill's own way into
+    the bucket."""
 
-    def __init__(self, folder: Path, uri: str, store: str, watcher: Bucket | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, uri: str, store: str, watcher: Bucket | None = None, **options: Any
+    ) -> None:
         self.folder, self.uri, self.store, self.options = folder, uri, store, options
         folder.mkdir(parents=True, exist_ok=True)
         self.bucket = watcher or open_bucket(uri)
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["composer_nb.diloco.outer_loop", "transformers", "s3fs", "aiobotocore.session"])
+        self.context.set_forkserver_preload(
+            ["composer_nb.diloco.outer_loop", "transformers", "s3fs", "aiobotocore.session"]
+        )
         self.lives: list[Life] = []
         self.healthy: list[Life] = []
         self.times: list[tuple[float, int]] = []
@@ -252,7 +272,8 @@ class Run:
         self.wait(lambda: self.newest() > first and set(range(n)) <= set(self.ranks(self.newest())))
 
     def wait(self, condition: Callable[[], Any]) -> None:
-        """Until it holds. Raises AssertionError with its message when a healthy replica has ended meanwhile."""
+        """Until it holds. Raises AssertionError with its message when a healthy replica has ended
+        meanwhile."""
         def holds() -> bool:
             ended = [life.read() for life in self.healthy if life.result.exists()]
             assert not ended, f"a healthy replica ended: {ended}"
@@ -277,8 +298,12 @@ class Run:
         return Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json")).ranks
 
     def chained(self) -> bool:
-        """Whether the records are those of rounds 1, 2, 3 and so on, each with the digest of the one before."""
-        found = [Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json")) for round in sorted(self.records())]
+        """Whether the records are those of rounds 1, 2, 3 and so on, each with the digest of the one
+        before."""
+        found = [
+            Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json"))
+            for round in sorted(self.records())
+        ]
         heads = ["", *(record.digest for record in found)]
         return all(r.round == i and r.previous == head for i, (r, head) in enumerate(zip(found, heads), 1))
 
@@ -294,7 +319,8 @@ class Run:
         return self.newest()
 
     def drill(self, mark: str, setups: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-        """Start replicas that are wrong, all at once, wait until they have ended, and see that the others go on."""
+        """Start replicas that are wrong, all at once, wait until they have ended, and see that the others
+        go on."""
         (known, before), told = self.look(mark), {}
         for name, setup in setups.items():
             self._ranks += 1
@@ -312,7 +338,14 @@ class Run:
         after, lost = self.later(), self.lost(known)
         return [self.row(life.name, life.read(), (before, told[life.name], after), lost) for life in lives]
 
-    def row(self, fault: str, life: Mapping[str, Any], rounds: tuple[int, int, int], lost: int, who: str = "the wrong one") -> Row:
+    def row(
+        self,
+        fault: str,
+        life: Mapping[str, Any],
+        rounds: tuple[int, int, int],
+        lost: int,
+        who: str = "the wrong one",
+    ) -> Row:
         """One drill as a row, without the path of the folder in the message."""
         message = life["message"].replace(f"{self.folder}/", "")
         return Row(fault, self.store, who, life["error"], message, *rounds, life["included"], lost)
@@ -322,8 +355,11 @@ class Run:
         self.marks.append((time.monotonic(), fault))
         return self.records(), self.newest()
 
-    def outage(self, fault: str, strike: Callable[[], None], mend: Callable[[], None], n: int = 2, **options: Any) -> Row:
-        """Take the store from all, wait until all have ended with an error, give it back, and begin again in the same bucket."""
+    def outage(
+        self, fault: str, strike: Callable[[], None], mend: Callable[[], None], n: int = 2, **options: Any
+    ) -> Row:
+        """Take the store from all, wait until all have ended with an error, give it back, and begin again
+        in the same bucket."""
         known, before = self.look(fault)
         strike()
         lives, self.healthy = [life.read() for life in self.healthy], []
@@ -343,11 +379,15 @@ class Run:
 
 
 def agree(lives: list[dict[str, Any]]) -> bool:
-    """Whether all ended without an error, in one round, with one set of parameters and one outer state, to the bit."""
-    return len({(life["error"], life["round"], life["params"], life["outer"]) for life in lives}) == 1 and not lives[0]["error"]
+    """Whether all ended without an error, in one round, with one set of parameters and one outer state, to
+    the bit."""
+    return (
+        len({(life["error"], life["round"], life["params"], life["outer"]) for life in lives}) == 1
+        and not lives[0]["error"]
+    )
 
 
-# --- a folder ----------------------------------------------------------------------------------------------------
+# --- a folder -----------------------------------------------------------------------------------------
 
 
 def other_setups() -> dict[str, dict[str, Any]]:
@@ -357,7 +397,7 @@ def other_setups() -> dict[str, dict[str, Any]]:
         "other code version": {"code": "0.0.1"},
         "other outer learning rate": {"outer": OuterConfig(lr=0.4)},
         "other compression": {"compression": "int8"},
-        "two replicas with one rank": {"rank": 0, "lease_s": 16.0},  # it watches so long before it takes the elder for dead
+        "two replicas with one rank": {"rank": 0, "lease_s": 16.0},  # watches so long first
     }
     if os.geteuid() == 0:  # only the superuser can act as somebody else
         setups["read-only folder"] = {"fault": ("lose_rights", NOBODY)}
@@ -389,18 +429,29 @@ def scratch() -> Iterator[Path]:
 
 
 def on_a_folder(folder: Path) -> tuple[list[Row], Run]:
-    """Replicas that are set up wrongly or go wrong; another world size; a folder that is away for a moment, emptied, away for long."""
+    """Replicas that are set up wrongly or go wrong; another world size; a folder that is away for a moment,
+    emptied, away for long."""
     bucket, link, away = folder / "bucket", folder / "link", folder / "elsewhere"
     bucket.mkdir(parents=True)
     link.symlink_to(bucket)
     with Run(folder, str(bucket), "folder") as run:
         run.begin()
-        rows = run.drill("wrong at the door", other_setups()) + run.drill("going wrong inside", late_faults(link))
+        rows = run.drill("wrong at the door", other_setups()) + run.drill(
+            "going wrong inside", late_faults(link)
+        )
         rows.append(short_absence(run, bucket))
         closed(run)
         rows += [another_world_size(run), twins(run)]
-        rows.append(run.outage("folder gone, for all", lambda: bucket.rename(away), lambda: away.rename(bucket)))
-        rows.append(run.outage("folder emptied, for all", lambda: (bucket / RUN).rename(away), lambda: put_back(away, bucket / RUN)))
+        rows.append(
+            run.outage("folder gone, for all", lambda: bucket.rename(away), lambda: away.rename(bucket))
+        )
+        rows.append(
+            run.outage(
+                "folder emptied, for all",
+                lambda: (bucket / RUN).rename(away),
+                lambda: put_back(away, bucket / RUN),
+            )
+        )
         closed(run)
     return rows, run
 
@@ -448,12 +499,15 @@ def another_world_size(run: Run) -> Row:
     return run.row("world size changed between runs", FINE, rounds, run.lost(known), who="nobody")
 
 
-# --- a disk ------------------------------------------------------------------------------------------------------
+# --- a disk -------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def small_disk(folder: Path, size: str = "4m") -> Iterator[tuple[Callable[[Run], None], Callable[[Run], None]]]:
-    """How to fill and how to free the disk that holds `folder`: a file system of its own where one can be mounted.
+def small_disk(
+    folder: Path, size: str = "4m"
+) -> Iterator[tuple[Callable[[Run], None], Callable[[Run], None]]]:
+    """How to fill and how to free the disk that holds `folder`: a file system of its own where one can be
+    mounted.
 
     Elsewhere a limit on the size of files, set from outside on the running replicas.
     """
@@ -494,11 +548,12 @@ def on_a_full_disk(folder: Path) -> tuple[list[Row], Run]:
     return rows, run
 
 
-# --- S3 ----------------------------------------------------------------------------------------------------------
+# --- S3 -----------------------------------------------------------------------------------------------
 
 
-class Gate(Proxy):
-    """In front of an S3 server: refuses requests signed at a wrong time, as S3 does, and can hold all of them back."""
+class Gate(ThreadingHTTPServer):
+    """In front of an S3 server: refuses requests signed at a wrong time, as S3 does, and can hold all of
+    them back."""
 
     allowed_skew_s = 900.0
 
@@ -549,7 +604,10 @@ def user(options: Mapping[str, str], name: str, *actions: str) -> dict[str, str]
     keys = {"aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"]}
     iam = boto3.client("iam", endpoint_url=options["endpoint_url"], region_name="us-east-1", **keys)
     iam.create_user(UserName=name)
-    policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": list(actions), "Resource": "*"}]}
+    policy = {
+        "Version": "2012-10-17",
+        "Statement": [{"Effect": "Allow", "Action": list(actions), "Resource": "*"}],
+    }
     iam.put_user_policy(UserName=name, PolicyName="p", PolicyDocument=json.dumps(policy))
     made = iam.create_access_key(UserName=name)["AccessKey"]
     return dict(options) | {"key": made["AccessKeyId"], "secret": made["SecretAccessKey"]}
@@ -557,7 +615,9 @@ def user(options: Mapping[str, str], name: str, *actions: str) -> dict[str, str]
 
 def demand_keys(options: Mapping[str, str]) -> None:
     """From now on the server checks every signature and every right."""
-    request = urllib.request.Request(options["endpoint_url"] + "/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"})
+    request = urllib.request.Request(
+        options["endpoint_url"] + "/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}
+    )
     with urllib.request.urlopen(request):
         pass
 
@@ -586,8 +646,9 @@ class Backup:
 
 
 def on_s3(folder: Path) -> tuple[list[Row], Run]:
-    """Wrong keys, no keys, keys that may only read, clocks that are off, and a bucket that is deleted, over S3."""
-    with local_s3("runs") as server, running(Gate(server["endpoint_url"])) as door:
+    """Wrong keys, no keys, keys that may only read, clocks that are off, and a bucket that is deleted, over
+    S3."""
+    with local_s3("runs") as server, gate(server["endpoint_url"]) as door:
         healthy, reader = user(server, "replica", "s3:*"), user(server, "reader", "s3:Get*", "s3:List*")
         demand_keys(server)
         through = {"endpoint_url": door.url}
@@ -598,7 +659,9 @@ def on_s3(folder: Path) -> tuple[list[Row], Run]:
             "clock 10 minutes fast": {"fault": ("shift_clock", 600.0), "leave_after": 1, "final": "leave"},
             "clock 20 minutes slow": {"fault": ("shift_clock", -1200.0)},
         }
-        with Run(folder, "s3://runs", "s3", open_bucket("s3://runs", **healthy), storage_options=healthy | through) as run:
+        with Run(
+            folder, "s3://runs", "s3", open_bucket("s3://runs", **healthy), storage_options=healthy | through
+        ) as run:
             run.begin(timeout_s=2.0)
             rows = run.drill("wrong keys, wrong clocks", setups)
             backup = Backup(healthy, "runs")
@@ -618,3 +681,39 @@ def all_drills(folder: Path) -> dict[str, tuple[list[Row], Run]]:
     with ThreadPoolExecutor(len(stages)) as pool:
         running = {name: pool.submit(stage, folder / name) for name, stage in stages.items()}
         return {name: job.result() for name, job in running.items()}
+
+
+# --- what the chapter shows ---------------------------------------------------------------------------
+
+
+def shorter(text: str) -> str:
+    """Long hashes and the random names of half-written files are cut."""
+    return re.sub(r"\b[0-9a-f]{16,}\b", lambda found: found[0][:6] + "…", text)
+
+
+def page(rows: list[Row]) -> Any:
+    """One line per fault: what the replica was told, and how the others fared."""
+    import pandas as pd
+
+    shown = [
+        {
+            "store": row.store, "fault": row.fault, "error": row.error or "none",
+            "others' rounds meanwhile": row.meanwhile, "records lost": row.lost,
+            "what it says; what to do": shorter(row.message),
+        }
+        for row in rows
+    ]
+    style = {"text-align": "left", "font-size": "80%", "padding": "0.3em 0.5em"}
+    return pd.DataFrame(shown).style.hide().set_properties(**style)
+
+
+def plot_rounds(run: Run, ax: Any) -> None:
+    """The last committed round over time; marks are the moments at which something was made wrong."""
+    start = run.times[0][0]
+    ax.step([at - start for at, _ in run.times], [round for _, round in run.times], where="post")
+    for at, name in run.marks:
+        ax.axvline(at - start, color="C3", lw=0.8, alpha=0.6)
+        look = {"rotation": 35, "fontsize": 8, "ha": "left", "va": "bottom"}
+        ax.annotate(name, (at - start, 1.0), xycoords=("data", "axes fraction"), **look)
+    ax.set(xlabel="seconds", ylabel="last committed round", ylim=(0, None))
+    ax.spines[["top", "right"]].set_visible(False)
