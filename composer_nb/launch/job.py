@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 # %% auto #0
-__all__ = ['Status', 'Entrypoint', 'Arguments', 'EnvList', 'ReplicaHandle', 'ReplicaResult', 'ServerlessExecutor', 'Program',
-           'read_entrypoint', 'read_arguments', 'read_env', 'JobSpec', 'describe_exit', 'last_lines']
+__all__ = ['Status', 'Entrypoint', 'Arguments', 'EnvList', 'ReplicaHandle', 'ReplicaResult', 'ServerlessExecutor',
+           'check_seconds', 'Program', 'read_entrypoint', 'read_arguments', 'read_env', 'JobSpec', 'describe_exit',
+           'last_lines']
 
 # %% ../../nbs/launching/01_job.ipynb #7330d940
 Status = Literal["running", "succeeded", "failed", "timed_out", "hung", "cancelled"]
@@ -69,6 +70,13 @@ class ServerlessExecutor(Protocol):
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None
     ) -> list[ReplicaResult]: ...
     def cancel(self, handles: Sequence[ReplicaHandle]) -> None: ...
+
+
+def check_seconds(name: str, value: float | None) -> None:
+    "Raises ValueError unless it is None or a number of seconds that is not negative."
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and value >= 0):
+        raise ValueError(f"{name}={value!r}: pass seconds, at least 0, or None")
 
 # %% ../../nbs/launching/01_job.ipynb #d1dfb81a
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from composer_nb.launch.job import (
     ReplicaHandle,
     ReplicaResult,
     Status,
+    check_seconds,
     describe_exit,
     last_lines,
     read_arguments,
@@ -41,9 +42,9 @@ from composer_nb.launch.job import (
 )
 
 # %% auto #0
-__all__ = ['BASE_ENV', 'Limits', 'check_seconds', 'thread_env', 'gpu_env', 'Environment', 'Task', 'Life', 'overdue',
-           'how_it_ended', 'Workplace', 'end_processes', 'Register', 'Supervisor', 'wait_for', 'result_of', 'row_of',
-           'WatchingExecutor', 'ShowingExecutor', 'Launcher', 'LocalProcessExecutor']
+__all__ = ['BASE_ENV', 'Limits', 'thread_env', 'gpu_env', 'Environment', 'Task', 'Life', 'overdue', 'how_it_ended', 'Workplace',
+           'end_processes', 'Register', 'Supervisor', 'wait_for', 'result_of', 'row_of', 'WatchingExecutor',
+           'ShowingExecutor', 'Launcher', 'LocalProcessExecutor']
 
 # %% ../../nbs/launching/03_local.ipynb #88a4e2bb
 @dataclass(frozen=True)
@@ -61,13 +62,6 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "quiet_s", "grace_s"):
             check_seconds(name, getattr(self, name))
-
-
-def check_seconds(name: str, value: float | None) -> None:
-    "Raises ValueError unless it is None or a number of seconds that is not negative."
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (number and value >= 0):
-        raise ValueError(f"{name}={value!r}: pass seconds, at least 0, or None")
 
 # %% ../../nbs/launching/03_local.ipynb #95175f54
 BASE_ENV = (
