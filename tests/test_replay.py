@@ -772,3 +772,10 @@ def test_options_as_an_object_and_as_keywords_are_one_and_unknown_ones_raise() -
         go(states(3), [teacher], retries=2)
     with pytest.raises(ValueError, match="concurrency is 0"):
         ReplayOptions(concurrency=0)
+
+
+def test_asking_teachers_over_http_loads_no_torch() -> None:
+    modules = "http_teacher, composer_nb.replay.runner, composer_nb.replay.actions, composer_nb.replay.local_teacher"
+    code = f"import sys, composer_nb.replay.{modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

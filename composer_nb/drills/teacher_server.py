@@ -1,10 +1,11 @@
 """An OpenAI-compatible server that misbehaves on request, on raw sockets, and keeps the books on disk.
 
-The fault is the last part of the model name, `vendor/FAULT` or `vendor/FAULT~ARGUMENT`, or `[[FAULT~ARGUMENT]]` in the
-last message, which wins. Every request, and every answer that a provider would charge for, is one line of the log,
-written before a byte of the answer, so that a killed client (or server) leaves a trace.
+The fault is the last part of the model name, `vendor/FAULT` or `vendor/FAULT~ARGUMENT`, or
+`[[FAULT~ARGUMENT]]` in the last message, which wins. Every request, and every answer that a provider would
+charge for, is one line of the log, written before a byte of the answer, so that a killed client (or server)
+leaves a trace.
 
-    python -m composer_nb.drills.teacher_server --port 0 --delay-ms 200 --log calls.jsonl     # prints one JSON line with its base_url
+    python -m composer_nb.drills.teacher_server --log calls.jsonl    # prints one JSON line with its base_url
     with FaultServer(delay_s=0.2) as server: ... server.base_url, server.requests(), server.billed()
 """
 
@@ -175,7 +176,8 @@ class Call:
         )
 
     async def do_tool_text(self) -> bool:
-        text = '<think>look first</think>\n<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>'
+        call = '{"name": "read_file", "arguments": {"path": "a.py"}}'
+        text = f"<think>look first</think>\n<tool_call>\n{call}\n</tool_call>"
         return await self.send(200, self.completion({"role": "assistant", "content": text}))
 
     async def do_versioned(self) -> bool:
