@@ -32,9 +32,6 @@ from torch.distributed import ReduceOp
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from composer_nb.diloco import all_reduce as room
-from composer_nb.diloco.payload import PayloadRef, write_payload
-from composer_nb.diloco.store import BucketUnavailable, open_bucket
-from composer_nb.drills.damage import damage
 from composer_nb.diloco.manager import (
     MockManager,
     ObjectStoreAllReduce,
