@@ -551,7 +551,7 @@ def on_a_full_disk(folder: Path) -> tuple[list[Row], Run]:
 # --- S3 -----------------------------------------------------------------------------------------------
 
 
-class Gate(ThreadingHTTPServer):
+class Gate(Proxy):
     """In front of an S3 server: refuses requests signed at a wrong time, as S3 does, and can hold all of
     them back."""
 
@@ -648,7 +648,7 @@ class Backup:
 def on_s3(folder: Path) -> tuple[list[Row], Run]:
     """Wrong keys, no keys, keys that may only read, clocks that are off, and a bucket that is deleted, over
     S3."""
-    with local_s3("runs") as server, gate(server["endpoint_url"]) as door:
+    with local_s3("runs") as server, running(Gate(server["endpoint_url"])) as door:
         healthy, reader = user(server, "replica", "s3:*"), user(server, "reader", "s3:Get*", "s3:List*")
         demand_keys(server)
         through = {"endpoint_url": door.url}
