@@ -44,7 +44,7 @@ class RoundGivenUp(TimeoutError):
         super().__init__(what)
         self.missing = tuple(missing)
 
-
+# %% ../../nbs/scaling_out/29_all_reduce.ipynb #3940154a-1
 @dataclass(frozen=True)
 class RoundRecord:
     """What became of a round. `refs` has the ranks that count; `form` is what they sent: names, shapes,
@@ -266,7 +266,7 @@ def read_offer(meeting: Meeting, rank: int) -> dict[str, Any]:
     except (KeyNotFound, ValueError, TypeError, KeyError, AttributeError) as error:
         return blank | {"why": f"made an offer that cannot be read ({type(error).__name__})"}
 
-
+# %% ../../nbs/scaling_out/29_all_reduce.ipynb #fd50035d-1
 def objection(
     meeting: Meeting, rank: int, offer: Mapping[str, Any], form: Mapping[str, Any], leader: int
 ) -> str:
@@ -371,7 +371,7 @@ _RETIRED = {
     "quorum": "min_ranks",
 }
 
-
+# %% ../../nbs/scaling_out/29_all_reduce.ipynb #1d30b9b7-1
 @dataclass(frozen=True)
 class AllReduceOptions:
     """How ranks meet; times in seconds. A round waits `timeout_s` for all ranks; with `min_ranks` it goes
@@ -395,7 +395,7 @@ class AllReduceOptions:
         if self.op not in get_args(Op):
             raise ValueError(f"op is {self.op!r}: 'mean' or 'sum'")
 
-
+# %% ../../nbs/scaling_out/29_all_reduce.ipynb #1d30b9b7-2
 def all_reduce_options(given: Mapping[str, Any]) -> AllReduceOptions:
     "Raises TypeError for names that nobody knows, and says which one replaces a retired one."
     for name in given.keys() - AllReduceOptions.__dataclass_fields__.keys():
@@ -493,7 +493,7 @@ def take_rank(owner: ObjectStoreAllReduce) -> Bucket:
             owner.bucket = bucket
         return owner.bucket
 
-
+# %% ../../nbs/scaling_out/29_all_reduce.ipynb #d8e410bb-1
 def _place(rank: int | None, world_size: int | None, min_ranks: int | None) -> tuple[int, int, int]:
     rank, world_size = (
         _whole("rank", rank, "REPLICA_RANK"),
