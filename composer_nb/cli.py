@@ -35,7 +35,9 @@ def version() -> None:
 @app.command()
 def wheelhouse(
     folder: Annotated[Path, typer.Argument(help="where to write; empty or absent")],
-    source: Annotated[Path | None, typer.Option(help="a checkout; else the one around this folder, else the release")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="a checkout; else the one around this folder, else the release")
+    ] = None,
     extra: Annotated[list[str], typer.Option(help="an extra to collect; repeatable")] = list(EXTRAS),
     python: Annotated[str, typer.Option(help="the Python of the machine without internet")] = "3.12",
 ) -> None:
@@ -48,7 +50,9 @@ def wheelhouse(
         typer.echo(f"composer-nb wheelhouse: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"{folder}: {made.archive} and {len(made.wheels)} wheels, {made.size / 1e6:.0f} MB")
-    typer.echo("Upload it as a Kaggle dataset and attach that to the notebook, or set COMPOSER_NB_WHEELHOUSE.")
+    typer.echo(
+        "Upload it as a Kaggle dataset and attach that to the notebook, or set COMPOSER_NB_WHEELHOUSE."
+    )
 
 # %% ../nbs/launching/90_cli.ipynb #a395ab46
 def main() -> None:

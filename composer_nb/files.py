@@ -21,10 +21,13 @@ __all__ = ['replacing', 'write_bytes', 'write_text', 'sha256_of']
 def replacing(path: str | os.PathLike[str], mode: str = "wb", *, sync: bool = False) -> Iterator[IO[Any]]:
     """An open file that becomes `path` when the block ends, and vanishes when it raises.
 
-    `mode` is "wb" or "w" (UTF-8). The folder is made if it is missing. Errors: ValueError for another mode, OSError.
+    `mode` is "wb" or "w" (UTF-8). The folder is made if it is missing. Errors: ValueError for another
+    mode, OSError.
     """
     if mode not in ("wb", "w"):
-        raise ValueError(f"mode is 'wb' or 'w', got {mode!r}: a file that is replaced whole is neither read nor extended")
+        raise ValueError(
+            f"mode is 'wb' or 'w', got {mode!r}: a file that is replaced whole is neither read nor extended"
+        )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -53,7 +56,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 # %% ../nbs/data/01_files.ipynb #3661b36d
-def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview, *, sync: bool = False) -> Path:
+def write_bytes(
+    path: str | os.PathLike[str], data: bytes | bytearray | memoryview, *, sync: bool = False
+) -> Path:
     "Put `data` (any number of bytes) at `path`, whole or not at all; returns the path."
     with replacing(path, sync=sync) as file:
         file.write(data)

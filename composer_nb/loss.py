@@ -21,11 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .core import KLEstimator, token_logprobs
+from .credit import sdar_gate
 from .distillation.divergence import TopK, generalized_jsd_loss, importance_weight
 from .distillation.entropy_opd import entropy_blend_loss, eopd_loss
 from .distillation.fused import Head, View, autograd_step, divergence_step, streamed_loss
 from .distillation.taid import taid_loss
-from .credit import sdar_gate
 from .forward.sharing import encode_shared
 from .forward.states import Encoded, causal_lm, encode_sequences, head_shortcut
 from .policy import PolicyKind, policy_denominator, policy_loss
@@ -83,18 +83,29 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         for name in ("alpha_sdpo", "beta_replay", "kl_coef"):
-            _require(self, name, 0.0, math.inf, "a weight is finite and not negative; 0 switches the channel off")
+            _require(
+                self, name, 0.0, math.inf, "a weight is finite and not negative; 0 switches the channel off"
+            )
         _require(self, "sdpo_jsd_beta", 0.0, 1.0, "0 is KL(T||S), 1 is KL(S||T)")
         for name in ("sdpo_temperature", "replay_dpo_beta", "simpo_beta"):
             _require(self, name, 0.0, math.inf, "must be positive and finite", open_low=True)
         if self.taid_t is not None:
             _require(self, "taid_t", 0.0, 1.0, "0 keeps the student, 1 is cross-entropy to the teacher")
         if (self.sdpo_wrapper == "taid") != (self.taid_t is not None):
-            raise ValueError(f"sdpo_wrapper={self.sdpo_wrapper!r} and taid_t={self.taid_t} go together: set both or neither")
+            raise ValueError(
+                f"sdpo_wrapper={self.sdpo_wrapper!r} and taid_t={self.taid_t} go together: set both or neither"
+            )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
-        for name in ("sdpo_token_clip", "sdpo_entry_clip", "sdpo_top_k", "sdpo_is_cap", "sdpo_gate", "entropy_opd_h_max"):
+        for name in (
+            "sdpo_token_clip",
+            "sdpo_entry_clip",
+            "sdpo_top_k",
+            "sdpo_is_cap",
+            "sdpo_gate",
+            "entropy_opd_h_max",
+        ):
             if getattr(self, name) is not None:
                 _require(self, name, 0.0, math.inf, "must be positive and finite, or None", open_low=True)
         _require(self, "replay_label_smoothing", 0.0, 0.5, "the believed share of swapped labels")
@@ -102,31 +113,50 @@ class LossConfig:
         _require(self, "epsilon_low", 0.0, math.inf, "the lower clip is not negative")
         for name in ("epsilon_high", "max_completion_length"):
             if getattr(self, name) is not None:
-                _require(self, name, 0.0, math.inf, "must be positive and finite, or None", open_low=name == "max_completion_length")
+                _require(
+                    self,
+                    name,
+                    0.0,
+                    math.inf,
+                    "must be positive and finite, or None",
+                    open_low=name == "max_completion_length",
+                )
         self._check_wrapper()
 
     def _check_wrapper(self) -> None:
         "Options that only the plain divergence has."
         names = ("sdpo_token_clip", "sdpo_entry_clip", "sdpo_top_k", "sdpo_is_cap", "sdpo_gate")
-        plain_only = [name for name in names if getattr(self, name) is not None] + ["sdpo_sampled"] * self.sdpo_sampled
+        plain_only = [name for name in names if getattr(self, name) is not None] + [
+            "sdpo_sampled"
+        ] * self.sdpo_sampled
         if plain_only and self.sdpo_wrapper in ("taid", "entropy_opd"):
-            raise ValueError(f"{', '.join(plain_only)} has no meaning with sdpo_wrapper={self.sdpo_wrapper!r}: leave it out")
+            raise ValueError(
+                f"{', '.join(plain_only)} has no meaning with sdpo_wrapper={self.sdpo_wrapper!r}: leave it out"
+            )
         if self.sdpo_sampled and (self.sdpo_jsd_beta != 1.0 or self.sdpo_top_k or self.sdpo_entry_clip):
-            raise ValueError(f"sdpo_sampled estimates KL(S||T) from the sampled tokens: it needs sdpo_jsd_beta=1 (got {self.sdpo_jsd_beta}) "
-                             "and neither sdpo_top_k nor sdpo_entry_clip")
+            raise ValueError(
+                f"sdpo_sampled estimates KL(S||T) from the sampled tokens: it needs sdpo_jsd_beta=1 (got {self.sdpo_jsd_beta}) "
+                "and neither sdpo_top_k nor sdpo_entry_clip"
+            )
         if self.sdpo_reduction != "token-mean" and self.sdpo_wrapper != "none":
-            raise ValueError(f"sdpo_reduction={self.sdpo_reduction!r} is defined for sdpo_wrapper='none' only")
+            raise ValueError(
+                f"sdpo_reduction={self.sdpo_reduction!r} is defined for sdpo_wrapper='none' only"
+            )
 
     @classmethod
     def resolve(cls, config: LossConfig | None = None, **options: Any) -> LossConfig:
-        "The configuration from either spelling, or both (keywords win). Unknown and retired names raise TypeError."
+        """The configuration from either spelling, or both (keywords win). Unknown and retired names raise
+        TypeError.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in options:
             if name in RETIRED:
                 raise TypeError(f"{name} was retired; use {RETIRED[name]}")
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
-                raise TypeError(f"unknown loss option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+                raise TypeError(
+                    f"unknown loss option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+                )
         return dataclasses.replace(config or cls(), **options)
 
     @classmethod
@@ -148,7 +178,9 @@ _CHOICES = {
 }
 
 
-def _require(config: LossConfig, name: str, low: float, high: float, why: str, open_low: bool = False) -> None:
+def _require(
+    config: LossConfig, name: str, low: float, high: float, why: str, open_low: bool = False
+) -> None:
     "Refuse NaN, infinities and values outside the interval, naming the value."
     value = getattr(config, name)
     if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
@@ -158,7 +190,14 @@ def _require(config: LossConfig, name: str, low: float, high: float, why: str, o
 PRESETS: dict[str, dict[str, Any]] = {
     "sdpo_code": dict(alpha_sdpo=1.0, sdpo_jsd_beta=0.5, sdpo_top_k=100, sdpo_is_cap=2.0),
     "sdpo_paper": dict(alpha_sdpo=1.0, sdpo_jsd_beta=1.0),
-    "opsd_code": dict(alpha_sdpo=1.0, sdpo_jsd_beta=0.5, sdpo_temperature=1.1, sdpo_top_k=20, sdpo_top_k_source="teacher", sdpo_tail=False),
+    "opsd_code": dict(
+        alpha_sdpo=1.0,
+        sdpo_jsd_beta=0.5,
+        sdpo_temperature=1.1,
+        sdpo_top_k=20,
+        sdpo_top_k_source="teacher",
+        sdpo_tail=False,
+    ),
     "eopd": dict(alpha_sdpo=1.0, sdpo_wrapper="eopd"),
     "composer2": dict(policy_kind="dr_grpo", kl_estimator="k1"),
     "seed": dict(alpha_sdpo=0.1, beta_replay=0.05),
@@ -168,7 +207,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 Channel = tuple[Float[Tensor, ""], int]
 
 
-def policy_channel(student: Encoded, inputs: Mapping[str, Tensor], config: LossConfig, count: Tensor | float | None) -> Channel:
+def policy_channel(
+    student: Encoded, inputs: Mapping[str, Tensor], config: LossConfig, count: Tensor | float | None
+) -> Channel:
     """Cross-entropy of the scored tokens, or a policy-gradient loss when the batch carries advantages.
 
     `count`: tokens for cross-entropy; with advantages whatever the kind counts (`policy.policy_denominator`).
@@ -184,9 +225,18 @@ def policy_channel(student: Encoded, inputs: Mapping[str, Tensor], config: LossC
     grid = logps.new_zeros(mask.shape).masked_scatter(mask, logps)
     old = inputs.get("old_logprobs")
     output = policy_loss(
-        grid, grid.detach() if old is None else old, inputs["advantages"], mask, kind=config.policy_kind, denominator=scored if count is None else count,
-        epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high, max_completion_length=config.max_completion_length,
-        ref_logprobs=inputs.get("ref_logprobs"), kl_coef=config.kl_coef, kl_estimator=config.kl_estimator,
+        grid,
+        grid.detach() if old is None else old,
+        inputs["advantages"],
+        mask,
+        kind=config.policy_kind,
+        denominator=scored if count is None else count,
+        epsilon_low=config.epsilon_low,
+        epsilon_high=config.epsilon_high,
+        max_completion_length=config.max_completion_length,
+        ref_logprobs=inputs.get("ref_logprobs"),
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
     )
     return output.loss, scored
 
@@ -203,8 +253,9 @@ def distillation_channel(
 ) -> Float[Tensor, ""]:
     """Mean divergence (nats per token) over compared rows, in the variant that the configuration names.
 
-    `old_logprobs` are those under which the tokens were sampled, at `sampling_temperature`; with `sdpo_is_cap` they
-    weight each token. `share` weights rows (a mean over sequences has 1 / length); the plain divergence only.
+    `old_logprobs` are those under which the tokens were sampled, at `sampling_temperature`; with
+    `sdpo_is_cap` they weight each token. `share` weights rows (a mean over sequences has 1 / length); the
+    plain divergence only.
     """
     s, t, heat = student_logits.unsqueeze(0), teacher_logits.detach().unsqueeze(0), config.sdpo_temperature
     mask = torch.ones(s.shape[:2], dtype=torch.bool, device=s.device)
@@ -212,11 +263,23 @@ def distillation_channel(
         return taid_loss(s / heat, t / heat, mask, config.taid_t, denominator=count)
     if config.sdpo_wrapper == "entropy_opd":
         return entropy_blend_loss(s / heat, t / heat, mask, h_max=config.entropy_opd_h_max, denominator=count)
-    weight = row_weights(student_logits, teacher_logits, ids, config, old_logprobs, sampling_temperature, share)
+    weight = row_weights(
+        student_logits, teacher_logits, ids, config, old_logprobs, sampling_temperature, share
+    )
     loss = generalized_jsd_loss(
-        s, t, ids.unsqueeze(0), beta=1.0 if config.sdpo_wrapper == "eopd" else config.sdpo_jsd_beta, temperature=heat,
-        token_clip=config.sdpo_token_clip, entry_clip=config.sdpo_entry_clip, top_k=config.sdpo_top_k, top_k_source=config.sdpo_top_k_source,
-        tail=config.sdpo_tail, sampled=config.sdpo_sampled, denominator=count, weight=None if weight is None else weight.unsqueeze(0),
+        s,
+        t,
+        ids.unsqueeze(0),
+        beta=1.0 if config.sdpo_wrapper == "eopd" else config.sdpo_jsd_beta,
+        temperature=heat,
+        token_clip=config.sdpo_token_clip,
+        entry_clip=config.sdpo_entry_clip,
+        top_k=config.sdpo_top_k,
+        top_k_source=config.sdpo_top_k_source,
+        tail=config.sdpo_tail,
+        sampled=config.sdpo_sampled,
+        denominator=count,
+        weight=None if weight is None else weight.unsqueeze(0),
     )
     if config.sdpo_wrapper == "eopd":
         loss = loss + eopd_loss(s / heat, t / heat, mask, denominator=count)
@@ -233,14 +296,20 @@ def row_weights(
     sampling_temperature: float = 1.0,
     share: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N"] | None:
-    "Product of the weights that the configuration puts on a row: importance, gate, share; None when all are 1."
+    """Product of the weights that the configuration puts on a row: importance, gate, share; None when all
+    are 1.
+    """
     weight = share
     if config.sdpo_is_cap is not None and old_logprobs is not None:
         current = token_logprobs(student_logits / sampling_temperature, ids)
         importance = importance_weight(current, old_logprobs, config.sdpo_is_cap)
         weight = importance if weight is None else weight * importance
     if config.sdpo_gate is not None:
-        gate = sdar_gate(token_logprobs(student_logits, ids), token_logprobs(teacher_logits, ids), gate_beta=config.sdpo_gate)
+        gate = sdar_gate(
+            token_logprobs(student_logits, ids),
+            token_logprobs(teacher_logits, ids),
+            gate_beta=config.sdpo_gate,
+        )
         weight = gate if weight is None else weight * gate
     return weight
 
@@ -255,24 +324,40 @@ def streamed_distillation(
     sampling_temperature: float = 1.0,
     share: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, ""]:
-    "`distillation_channel` on `View`s (hidden states and heads): equal in value and gradient, without N x V logits."
+    """`distillation_channel` on `View`s (hidden states and heads): equal in value and gradient, without N x
+    V logits.
+    """
 
     def part(values: Tensor | None, rows: slice) -> Tensor | None:
         return None if values is None else values[rows]
 
     def weights(s: Tensor, t: Tensor, rows: slice) -> Tensor | None:
-        return row_weights(s, t, ids[rows], config, part(old_logprobs, rows), sampling_temperature, part(share, rows))
+        return row_weights(
+            s, t, ids[rows], config, part(old_logprobs, rows), sampling_temperature, part(share, rows)
+        )
 
     def on_logits(s: Tensor, t: Tensor, rows: slice) -> Tensor:
-        return distillation_channel(s, t, ids[rows], config, 1, part(old_logprobs, rows), sampling_temperature, part(share, rows))
+        return distillation_channel(
+            s, t, ids[rows], config, 1, part(old_logprobs, rows), sampling_temperature, part(share, rows)
+        )
 
-    plain = config.sdpo_wrapper == "none" and config.sdpo_top_k is None and config.sdpo_entry_clip is None and not config.sdpo_sampled
-    step = divergence_step(config.sdpo_jsd_beta, config.sdpo_temperature, config.sdpo_token_clip, weights) if plain else autograd_step(on_logits)
+    plain = (
+        config.sdpo_wrapper == "none"
+        and config.sdpo_top_k is None
+        and config.sdpo_entry_clip is None
+        and not config.sdpo_sampled
+    )
+    step = (
+        divergence_step(config.sdpo_jsd_beta, config.sdpo_temperature, config.sdpo_token_clip, weights)
+        if plain
+        else autograd_step(on_logits)
+    )
     return streamed_loss(student, teachers, step, denominator=count)
 
 # %% ../nbs/training/01_loss.ipynb #c019-e77da2
 def head_of(model: nn.Module) -> Head | None:
-    """The model's head as the stream reads it, or None where it cannot: then logits are taken as the model gives them.
+    """The model's head as the stream reads it, or None where it cannot: then logits are taken as the model
+    gives them.
 
     None for a head with adapters, a quantised one, and where head on body is not the model's own logits.
     """
@@ -280,11 +365,19 @@ def head_of(model: nn.Module) -> Head | None:
         return None
     lm = causal_lm(model)
     head, config = lm.get_output_embeddings(), lm.config.get_text_config()
-    if type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, Tensor) or not head.weight.is_floating_point():
+    if (
+        type(head) is not nn.Linear
+        or type(head.weight) not in (nn.Parameter, Tensor)
+        or not head.weight.is_floating_point()
+    ):
         return None
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
-    return Head(head.weight, head.bias, 1.0 / divisor if scale is None and divisor is not None else 1.0 if scale is None else scale,
-                getattr(config, "final_logit_softcapping", None))
+    return Head(
+        head.weight,
+        head.bias,
+        1.0 / divisor if scale is None and divisor is not None else 1.0 if scale is None else scale,
+        getattr(config, "final_logit_softcapping", None),
+    )
 
 
 _TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -294,8 +387,11 @@ def _tell(model: nn.Module) -> None:
     "Say once per model that its head cannot be streamed."
     if model not in _TOLD:
         _TOLD.add(model)
-        warnings.warn(f"the head of this {type(model).__name__} cannot be streamed (adapters on it, quantised, or logits that are not head on body): "
-                      "channel 2 takes full logits, which costs memory", stacklevel=3)
+        warnings.warn(
+            f"the head of this {type(model).__name__} cannot be streamed (adapters on it, quantised, or logits that are not head on body): "
+            "channel 2 takes full logits, which costs memory",
+            stacklevel=3,
+        )
 
 
 def distil(
@@ -310,11 +406,12 @@ def distil(
     config: LossConfig,
     **weighting: Any,
 ) -> Float[Tensor, ""]:
-    """Distillation (nats) at tokens `ids`: row `batch`, position `student_at` in the student's sequence, `teacher_at` in the hinted one.
+    """Distillation (nats) at tokens `ids`: row `batch`, position `student_at` in the student's sequence,
+    `teacher_at` in the hinted one.
 
-    `teacher` is a module, or has `views()`: (share, context manager of a module) pairs. `weighting` is passed on:
-    `count`, `old_logprobs`, `sampling_temperature`. Raises ValueError for a `teacher_at` that points at padding or the
-    first token of its row.
+    `teacher` is a module, or has `views()`: (share, context manager of a module) pairs. `weighting` is
+    passed on: `count`, `old_logprobs`, `sampling_temperature`. Raises ValueError for a `teacher_at` that
+    points at padding or the first token of its row.
     """
     rows, place = torch.unique(batch, return_inverse=True)
     needed = torch.full_like(rows, hinted_ids.shape[1]).scatter_reduce(0, place, teacher_at, "amin")
@@ -323,44 +420,82 @@ def distil(
         _tell(student.model)
     views = []
     with torch.no_grad():
-        for portion, use in teacher.views() if hasattr(teacher, "views") else [(1.0, contextlib.nullcontext(teacher))]:
+        for portion, use in (
+            teacher.views() if hasattr(teacher, "views") else [(1.0, contextlib.nullcontext(teacher))]
+        ):
             with use as module:
                 hinted = encode_shared(module, hinted_ids[rows], hinted_mask[rows], needed)
                 if (theirs := None if head is None else head_of(module)) is None:
                     views.append(portion * hinted.logits(place, teacher_at))
                 else:
-                    views.append(View(hinted.states_at(place, teacher_at), theirs.detach(), portion))  # a swapped-in head is gone afterwards
+                    # a swapped-in head is gone afterwards
+                    views.append(View(hinted.states_at(place, teacher_at), theirs.detach(), portion))
     share = None if config.sdpo_reduction == "token-mean" else 1.0 / torch.bincount(place)[place]
     if head is not None and all(isinstance(view, View) for view in views):
-        return streamed_distillation(View(student.states_at(batch, student_at), head), views, ids, config, share=share, **weighting)
+        return streamed_distillation(
+            View(student.states_at(batch, student_at), head), views, ids, config, share=share, **weighting
+        )
     logits = sum(view.share * view.head(view.hidden) if isinstance(view, View) else view for view in views)
-    return distillation_channel(student.logits(batch, student_at), logits, ids, config, share=share, **weighting)
+    return distillation_channel(
+        student.logits(batch, student_at), logits, ids, config, share=share, **weighting
+    )
 
 
 def distillation_count(batch: Int[Tensor, "N"], config: LossConfig) -> int:
-    "What channel 2 divides by, counted on these rows: compared tokens, or sequences under `seq-mean-token-mean`."
+    """What channel 2 divides by, counted on these rows: compared tokens, or sequences under
+    `seq-mean-token-mean`.
+    """
     return len(batch) if config.sdpo_reduction == "token-mean" else len(torch.unique(batch))
 
 
-def hint_channel(student: Encoded, teacher: Any, inputs: Mapping[str, Tensor], config: LossConfig, count: Tensor | float | None) -> Channel:
+def hint_channel(
+    student: Encoded,
+    teacher: Any,
+    inputs: Mapping[str, Tensor],
+    config: LossConfig,
+    count: Tensor | float | None,
+) -> Channel:
     "Distil the hinted teacher into the student at the aligned positions; the ids must agree token by token."
     batch, column = inputs["sdpo_loss_mask"].bool().nonzero(as_tuple=True)
-    student_at, teacher_at = inputs["student_response_idx"][batch, column], inputs["teacher_response_idx"][batch, column]
+    student_at, teacher_at = (
+        inputs["student_response_idx"][batch, column],
+        inputs["teacher_response_idx"][batch, column],
+    )
     ids = inputs["input_ids"][batch, student_at]
     hinted_ids, hinted_mask = inputs["ctx_teacher_input_ids"], inputs["ctx_teacher_attention_mask"]
     if not torch.equal(ids, hinted_ids[batch, teacher_at]):
-        raise ValueError("student and teacher would be compared on different tokens: see composer_nb.batch.assert_aligned")
+        raise ValueError(
+            "student and teacher would be compared on different tokens: see composer_nb.batch.assert_aligned"
+        )
     if len(batch) == 0:
         return student.states.sum() * 0.0, 0
     scored, old = distillation_count(batch, config), inputs.get("old_logprobs")
-    loss = distil(student, teacher, hinted_ids, hinted_mask, batch, student_at, teacher_at, ids, config,
-                  count=scored if count is None else count, old_logprobs=None if old is None else old[batch, student_at])
+    loss = distil(
+        student,
+        teacher,
+        hinted_ids,
+        hinted_mask,
+        batch,
+        student_at,
+        teacher_at,
+        ids,
+        config,
+        count=scored if count is None else count,
+        old_logprobs=None if old is None else old[batch, student_at],
+    )
     return loss, scored
 
 # %% ../nbs/training/01_loss.ipynb #c021-397071
-def pair_logprobs(model: nn.Module, inputs: Mapping[str, Tensor], *, average: bool = False) -> tuple[Tensor, Tensor]:
-    "Summed (or mean) log-probs in nats of chosen and rejected replies, shape (P,) each, from one forward over both."
-    sides = [[inputs[f"dpo_{side}_{name}"] for name in ("input_ids", "attention_mask", "response_mask")] for side in ("chosen", "rejected")]
+def pair_logprobs(
+    model: nn.Module, inputs: Mapping[str, Tensor], *, average: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Summed (or mean) log-probs in nats of chosen and rejected replies, shape (P,) each, from one forward
+    over both.
+    """
+    sides = [
+        [inputs[f"dpo_{side}_{name}"] for name in ("input_ids", "attention_mask", "response_mask")]
+        for side in ("chosen", "rejected")
+    ]
     longest = max(side[0].shape[1] for side in sides)
     ids, attention, response = (
         torch.cat([F.pad(side[i], (0, longest - side[i].shape[1])) for side in sides]) for i in range(3)
@@ -369,7 +504,9 @@ def pair_logprobs(model: nn.Module, inputs: Mapping[str, Tensor], *, average: bo
     mask[:, 0] = False
     batch, token = mask.nonzero(as_tuple=True)
     first = torch.where(mask.any(1), mask.int().argmax(1), longest)
-    logps = token_logprobs(encode_shared(model, ids, attention, first).logits(batch, token), ids[batch, token])
+    logps = token_logprobs(
+        encode_shared(model, ids, attention, first).logits(batch, token), ids[batch, token]
+    )
     grid = logps.new_zeros(mask.shape).masked_scatter(mask, logps)
     chosen, rejected = sequence_logprobs(grid, mask, average=average).chunk(2)
     return chosen, rejected
@@ -377,7 +514,9 @@ def pair_logprobs(model: nn.Module, inputs: Mapping[str, Tensor], *, average: bo
 
 @torch.no_grad()
 def reference_logprobs(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    "The two reference fields of a batch, scored by `model` as it is now. Compute once, before training moves it."
+    """The two reference fields of a batch, scored by `model` as it is now. Compute once, before training
+    moves it.
+    """
     chosen, rejected = pair_logprobs(model, inputs)
     return {"dpo_chosen_ref_logprobs": chosen, "dpo_rejected_ref_logprobs": rejected}
 
@@ -386,19 +525,30 @@ def preference_channel(
     model: nn.Module, inputs: Mapping[str, Tensor], config: LossConfig, count: Tensor | float | None = None
 ) -> tuple[Float[Tensor, ""], int, dict[str, float]]:
     "Mean preference loss over pairs, the number of pairs, and their mean reward margin and accuracy."
-    simpo, shape = config.dpo_variant == "simpo", dict(label_smoothing=config.replay_label_smoothing, loss_type=config.replay_loss_type)
+    simpo, shape = (
+        config.dpo_variant == "simpo",
+        dict(label_smoothing=config.replay_label_smoothing, loss_type=config.replay_loss_type),
+    )
     if not simpo and "dpo_chosen_ref_logprobs" not in inputs:
-        raise ValueError("DPO needs reference log-probs: add reference_logprobs(reference_model, inputs), or use dpo_variant='simpo'")
+        raise ValueError(
+            "DPO needs reference log-probs: add reference_logprobs(reference_model, inputs), or use dpo_variant='simpo'"
+        )
     chosen, rejected = pair_logprobs(model, inputs, average=simpo)
     if simpo:
         output = simpo_loss(chosen, rejected, beta=config.simpo_beta, gamma=config.simpo_gamma, **shape)
     else:
         sides = [chosen, rejected, inputs["dpo_chosen_ref_logprobs"], inputs["dpo_rejected_ref_logprobs"]]
         if config.replay_length_normalised:  # both models' sums over the same reply, divided by its length
-            lengths = [inputs[f"dpo_{side}_response_mask"].bool()[:, 1:].sum(1).clamp(min=1) for side in ("chosen", "rejected")]
+            lengths = [
+                inputs[f"dpo_{side}_response_mask"].bool()[:, 1:].sum(1).clamp(min=1)
+                for side in ("chosen", "rejected")
+            ]
             sides = [logp / lengths[i % 2] for i, logp in enumerate(sides)]
         output = dpo_loss(*sides, beta=config.replay_dpo_beta, **shape)
-    metrics = {name: reduce_pairs(values).item() for name, values in (("margin", output.margin), ("accuracy", output.accuracy))}
+    metrics = {
+        name: reduce_pairs(values).item()
+        for name, values in (("margin", output.margin), ("accuracy", output.accuracy))
+    }
     return reduce_pairs(output.losses, denominator=count), len(chosen), metrics
 
 # %% ../nbs/training/01_loss.ipynb #c023-12a46b
@@ -406,8 +556,8 @@ def preference_channel(
 class LossComponents:
     """The total and its parts (unweighted), what each divided by, and the channels left dark.
 
-    `scored` holds tokens for cross-entropy and hints (sequences under `seq-mean-token-mean`), pairs for replay, and for a
-    policy loss whatever its kind counts.
+    `scored` holds tokens for cross-entropy and hints (sequences under `seq-mean-token-mean`), pairs for
+    replay, and for a policy loss whatever its kind counts.
     """
 
     total: Float[Tensor, ""]
@@ -430,23 +580,36 @@ def compose_loss(
 ) -> LossComponents:
     """Loss of one (micro-)batch: `policy + alpha_sdpo * hint + beta_replay * preference`.
 
-    `inputs` as `ComposerDataCollator` makes them. `teacher` scores the hinted contexts: a module (default: the model
-    itself, live) or a `SelfTeacher`. `counts` gives the optimizer step's global {policy, sdpo, replay} counts, so that micro-batches add up: sum
-    the `scored` of its micro-batches, over all processes.
+    `inputs` as `ComposerDataCollator` makes them. `teacher` scores the hinted contexts: a module
+    (default: the model itself, live) or a `SelfTeacher`. `counts` gives the optimizer step's global
+    {policy, sdpo, replay} counts, so that micro-batches add up: sum the `scored` of its micro-batches,
+    over all processes.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("compose_loss runs the model's body, past DistributedDataParallel's gradient exchange: use the trainer, or pass "
-                         "model.module, all-reduce the gradients yourself, and give the counts of all processes")
+        raise ValueError(
+            "compose_loss runs the model's body, past DistributedDataParallel's gradient exchange: use the trainer, or pass "
+            "model.module, all-reduce the gradients yourself, and give the counts of all processes"
+        )
     config = LossConfig.resolve(config, **options)
     counts = counts or {}
     student = encode_sequences(model, inputs["input_ids"], inputs["attention_mask"])
     policy, n_policy = policy_channel(student, inputs, config, counts.get("policy"))
-    parts = LossComponents(policy, policy, torch.zeros_like(policy), torch.zeros_like(policy), {"policy": n_policy, "sdpo": 0, "replay": 0})
+    parts = LossComponents(
+        policy,
+        policy,
+        torch.zeros_like(policy),
+        torch.zeros_like(policy),
+        {"policy": n_policy, "sdpo": 0, "replay": 0},
+    )
     if config.alpha_sdpo > 0 and "ctx_teacher_input_ids" in inputs:
-        parts.sdpo_jsd, parts.scored["sdpo"] = hint_channel(student, teacher or model, inputs, config, counts.get("sdpo"))
+        parts.sdpo_jsd, parts.scored["sdpo"] = hint_channel(
+            student, teacher or model, inputs, config, counts.get("sdpo")
+        )
         parts.total = parts.total + config.alpha_sdpo * parts.sdpo_jsd
     if config.beta_replay > 0 and "dpo_chosen_input_ids" in inputs:
-        parts.trace_replay_dpo, parts.scored["replay"], parts.metrics = preference_channel(model, inputs, config, counts.get("replay"))
+        parts.trace_replay_dpo, parts.scored["replay"], parts.metrics = preference_channel(
+            model, inputs, config, counts.get("replay")
+        )
         parts.total = parts.total + config.beta_replay * parts.trace_replay_dpo
     weights = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
     parts.dark = tuple(name for name, weight in weights.items() if weight > 0 and parts.scored[name] == 0)
@@ -467,6 +630,8 @@ def gradient_norm(gradients: Iterable[Tensor | None]) -> float:
 
 
 def channel_gradient_norms(channels: Mapping[str, Tensor], parameters: Iterable[Tensor]) -> dict[str, float]:
-    "L2 norm of each channel's gradient over `parameters`; 0 for a channel without a graph. Keeps the graph alive."
+    """L2 norm of each channel's gradient over `parameters`; 0 for a channel without a graph. Keeps the graph
+    alive.
+    """
     wanted = [p for p in parameters if p.requires_grad]
     return {name: gradient_norm(channel_gradients(loss, wanted)) for name, loss in channels.items()}

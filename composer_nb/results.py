@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +175,7 @@ class Stamp:
         self.smoke, self.identity = smoke, identity_of(self.root, spike)
         if out and is_evidence(out, self.root):
             refuse_unfit(out, spike, self.identity)
-        self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock = time.perf_counter()
         self._facts = _machine(device) | {"versions": _versions()}
 

@@ -42,10 +42,10 @@ from composer_nb.loss import (
     gradient_norm,
     preference_channel,
 )
-from .self_teacher import SelfTeacher, TeacherKind
 from .models import fingerprint
 from .policy import length_penalty
 from .reference_cache import ReferenceCache, cached_reference_logprobs
+from .self_teacher import SelfTeacher, TeacherKind
 
 # %% auto #0
 __all__ = ['TRL_SEAMS', 'TRL_ATTRIBUTES', 'FeedbackFunc', 'COMPOSER2_GRPO', 'moved_seams', 'Feedback',
@@ -61,8 +61,21 @@ TRL_SEAMS: dict[str, tuple[str, ...]] = {
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
 }
 TRL_ATTRIBUTES = (
-    "_buffered_inputs", "_step", "_metrics", "chat_template", "chat_template_kwargs", "tools", "environments", "rollout_func",
-    "generation_config", "use_vllm", "reward_funcs", "temperature", "beta", "_entropy_bonus_enabled", "aux_loss_enabled",
+    "_buffered_inputs",
+    "_step",
+    "_metrics",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+    "environments",
+    "rollout_func",
+    "generation_config",
+    "use_vllm",
+    "reward_funcs",
+    "temperature",
+    "beta",
+    "_entropy_bonus_enabled",
+    "aux_loss_enabled",
 )
 
 
@@ -74,9 +87,15 @@ def moved_seams(trainer_class: type = GRPOTrainer) -> list[str]:
         found = tuple(inspect.signature(method).parameters) if method else None
         if found != expected:
             moved.append(f"{name}: expected {expected}, found {found}")
-    sources = "".join(inspect.getsource(c) for c in trainer_class.__mro__ if c.__module__.startswith(("trl", "transformers")))
+    sources = "".join(
+        inspect.getsource(c)
+        for c in trainer_class.__mro__
+        if c.__module__.startswith(("trl", "transformers"))
+    )
     if trainer_class.loss_is_scaled_for_ga is not True:
-        moved.append("loss_is_scaled_for_ga: the loss would be divided by the accumulation steps a second time")
+        moved.append(
+            "loss_is_scaled_for_ga: the loss would be divided by the accumulation steps a second time"
+        )
     gone = [name for name in TRL_ATTRIBUTES if not re.search(rf"self\.{name}\b", sources)]
     return moved + [f"{name}: no longer used by {trainer_class.__name__}" for name in gone]
 
@@ -93,7 +112,12 @@ FeedbackFunc = Callable[..., Sequence["Feedback | str | None"]]
 
 # %% ../nbs/training/05_trainer.ipynb #c011-af9dff
 _LOSS_OPTIONS = {f.name for f in fields(LossConfig)} | set(RETIRED)
-_CHANNEL_1 = {"policy_kind": "loss_type", "epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "max_completion_length": "max_completion_length"}
+_CHANNEL_1 = {
+    "policy_kind": "loss_type",
+    "epsilon_low": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "max_completion_length": "max_completion_length",
+}
 
 
 class _UpdateTeacher(TrainerCallback):
@@ -109,14 +133,15 @@ class _UpdateTeacher(TrainerCallback):
 class ComposerReplicationTrainer(GRPOTrainer):
     """TRL's GRPO plus hint self-distillation (`alpha_sdpo`) and trace-replay preferences (`beta_replay`).
 
-    Loss options (see `LossConfig`; weights default to the `seed` preset) and GRPOTrainer's own arguments are both
-    accepted as keywords. Channel 2 needs `feedback_func` and conversational prompts; channel 3 needs
-    `preference_dataset` (DPOPairs, or rows with the columns state_messages/prompt, chosen, rejected). Logs land under
-    `policy/`, `sdpo/` and `replay/`, one value per optimizer step; series that cross a threshold of `diagnostics` warn
-    once. `teacher` and `teacher_ema_rate` as in `SelfTeacher`. `rlsd` > 0 lets the teacher size channel 1's advantages
-    on hinted turns, fading over `rlsd_steps`. `reference_cache` keeps DPO's reference scores (default: in the output
-    folder). `lift_steps` measures every so many steps whether the hint still helps; `dark_steps` is how long a weighted
-    channel may score nothing before a warning; gradient norms and cosines are taken every `grad_norm_steps`.
+    Loss options (see `LossConfig`; weights default to the `seed` preset) and GRPOTrainer's own arguments
+    are both accepted as keywords. Channel 2 needs `feedback_func` and conversational prompts; channel 3
+    needs `preference_dataset` (DPOPairs, or rows with the columns state_messages/prompt, chosen,
+    rejected). Logs land under `policy/`, `sdpo/` and `replay/`, one value per optimizer step; series that
+    cross a threshold of `diagnostics` warn once. `teacher` and `teacher_ema_rate` as in `SelfTeacher`.
+    `rlsd` > 0 lets the teacher size channel 1's advantages on hinted turns, fading over `rlsd_steps`.
+    `reference_cache` keeps DPO's reference scores (default: in the output folder). `lift_steps` measures
+    every so many steps whether the hint still helps; `dark_steps` is how long a weighted channel may
+    score nothing before a warning; gradient norms and cosines are taken every `grad_norm_steps`.
     """
 
     def __init__(
@@ -144,15 +169,28 @@ class ComposerReplicationTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         options = {name: kwargs.pop(name) for name in list(kwargs) if name in _LOSS_OPTIONS}
-        options |= {name: weight for name, weight in (("alpha_sdpo", alpha_sdpo), ("beta_replay", beta_replay)) if weight is not None}
+        options |= {
+            name: weight
+            for name, weight in (("alpha_sdpo", alpha_sdpo), ("beta_replay", beta_replay))
+            if weight is not None
+        }
         for name in sorted(options.keys() & _CHANNEL_1.keys()):
             raise TypeError(f"{name}: channel 1 is TRL's own loss; set GRPOConfig({_CHANNEL_1[name]}=...)")
         if not (0.0 <= rlsd <= 1.0 and rlsd_steps >= 1):
-            raise ValueError(f"rlsd={rlsd}, rlsd_steps={rlsd_steps}: need a share in [0, 1] that fades over at least one step")
+            raise ValueError(
+                f"rlsd={rlsd}, rlsd_steps={rlsd_steps}: need a share in [0, 1] that fades over at least one step"
+            )
         if rlsd > 0 and feedback_func is None:
-            raise ValueError(f"rlsd={rlsd} needs feedback_func: without hints there is no teacher to size the advantages")
+            raise ValueError(
+                f"rlsd={rlsd} needs feedback_func: without hints there is no teacher to size the advantages"
+            )
         self.loss_config = LossConfig.resolve(loss_config or LossConfig.preset("seed"), **options)
-        self.feedback_func, self.placement, self.rlsd, self.rlsd_steps = feedback_func, placement, rlsd, rlsd_steps
+        self.feedback_func, self.placement, self.rlsd, self.rlsd_steps = (
+            feedback_func,
+            placement,
+            rlsd,
+            rlsd_steps,
+        )
         self.grad_norm_steps, self.lift_steps, self.dark_steps = grad_norm_steps, lift_steps, dark_steps
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self._last_lit: dict[str, int] = {}
@@ -174,24 +212,46 @@ class ComposerReplicationTrainer(GRPOTrainer):
         if self.teacher is not None or self.pairs:
             self._base = fingerprint(self.model)
             if not head_shortcut(self.model):
-                warnings.warn("this model's logits are not its head applied to its body: channels 2 and 3 take full logits, which costs memory", stacklevel=2)
+                warnings.warn(
+                    "this model's logits are not its head applied to its body: channels 2 and 3 take full logits, which costs memory",
+                    stacklevel=2,
+                )
         if self.pairs and self.loss_config.dpo_variant == "dpo":
-            cache = ReferenceCache(Path(self.args.output_dir) / "reference_logprobs") if reference_cache is None else reference_cache
+            cache = (
+                ReferenceCache(Path(self.args.output_dir) / "reference_logprobs")
+                if reference_cache is None
+                else reference_cache
+            )
             with self.accelerator.autocast():
-                self.pairs = cached_reference_logprobs(self.model, self.pairs, self._collate, cache=cache, progress=not self.args.disable_tqdm)
+                self.pairs = cached_reference_logprobs(
+                    self.model, self.pairs, self._collate, cache=cache, progress=not self.args.disable_tqdm
+                )
 
     def _check_teacher_setting(self, kind: TeacherKind) -> None:
-        "Refuse settings under which channel 2 would be mis-scaled, or its lift not measurable, before anything runs."
+        """Refuse settings under which channel 2 would be mis-scaled, or its lift not measurable, before
+        anything runs.
+        """
         generated, step = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         if generated % step:
-            raise ValueError(f"steps_per_generation={generated} must be a multiple of gradient_accumulation_steps={step}: "
-                             "channel 2 divides by the compared tokens of a whole optimizer step")
-        plain = all(callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in self.reward_funcs)
-        if self.lift_steps and (self.use_vllm or self.tools or self.rollout_func or self.environments or not plain):
-            raise ValueError("lift_steps samples single turns with transformers and grades them with plain reward functions: set lift_steps=0 "
-                             "with vLLM, tools, environments, a rollout function or reward models")
+            raise ValueError(
+                f"steps_per_generation={generated} must be a multiple of gradient_accumulation_steps={step}: "
+                "channel 2 divides by the compared tokens of a whole optimizer step"
+            )
+        plain = all(
+            callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f)
+            for f in self.reward_funcs
+        )
+        if self.lift_steps and (
+            self.use_vllm or self.tools or self.rollout_func or self.environments or not plain
+        ):
+            raise ValueError(
+                "lift_steps samples single turns with transformers and grades them with plain reward functions: set lift_steps=0 "
+                "with vLLM, tools, environments, a rollout function or reward models"
+            )
         if self.lift_steps and kind == "trust_region":
-            raise ValueError("lift_steps samples from the teacher, and a trust region is a mixture of two models' logits: set lift_steps=0")
+            raise ValueError(
+                "lift_steps samples from the teacher, and a trust region is a mixture of two models' logits: set lift_steps=0"
+            )
 
     def _text_tokenizer(self) -> Any:
         "The tokenizer inside a multimodal processor, or the tokenizer itself."
@@ -210,7 +270,8 @@ class ComposerReplicationTrainer(GRPOTrainer):
         for name, value in values.items():
             self._metrics[mode][name.replace("__", "/")].append(float(value))
 
-    # --- rollouts: ask for feedback, line the teacher up -------------------------------------------------------
+    # --- rollouts: ask for feedback, line the teacher up
+    # -------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -218,12 +279,26 @@ class ComposerReplicationTrainer(GRPOTrainer):
             self._ask(inputs, prompts, completions, completion_ids_list)
         return rewards
 
-    def _ask(self, inputs: list[dict], prompts: list, completions: list, completion_ids: list[list[int]]) -> None:
+    def _ask(
+        self, inputs: list[dict], prompts: list, completions: list, completion_ids: list[list[int]]
+    ) -> None:
         "Feedback on this very batch, and the messages before each faulty turn."
         if isinstance(prompts[0], str):
-            raise ValueError("hints are placed through the chat template: channel 2 needs conversational prompts (lists of messages)")
-        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")}
-        answers = self.feedback_func(prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=self.state, **columns)
+            raise ValueError(
+                "hints are placed through the chat template: channel 2 needs conversational prompts (lists of messages)"
+            )
+        columns = {
+            key: [row[key] for row in inputs]
+            for key in inputs[0]
+            if key not in ("prompt", "completion", "completion_ids")
+        }
+        answers = self.feedback_func(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids,
+            trainer_state=self.state,
+            **columns,
+        )
         if len(answers) != len(prompts):
             raise ValueError(f"feedback_func returned {len(answers)} answers for {len(prompts)} completions")
         self._feedback = [Feedback(a) if isinstance(a, str) else a for a in answers]
@@ -240,32 +315,50 @@ class ComposerReplicationTrainer(GRPOTrainer):
 
     def _read_texts(self, output: dict[str, Tensor]) -> None:
         "What the completions' words say about the run: hesitation, and how much of a hint is repeated."
-        sampled = output["completion_mask"].bool() & (output["tool_mask"].bool() if "tool_mask" in output else True)
-        ids = output["completion_ids"].masked_fill(~sampled, self._text_tokenizer().pad_token_id)  # what tools said is not the policy's
+        sampled = output["completion_mask"].bool() & (
+            output["tool_mask"].bool() if "tool_mask" in output else True
+        )
+        ids = output["completion_ids"].masked_fill(
+            ~sampled, self._text_tokenizer().pad_token_id
+        )  # what tools said is not the policy's
         texts = self._text_tokenizer().batch_decode(ids, skip_special_tokens=True)
         self._record(policy__hesitation_rate=hesitation_rate(texts))
-        hinted = [row for row, feedback in enumerate(self._feedback) if feedback is not None] if self.teacher is not None else []
+        hinted = (
+            [row for row, feedback in enumerate(self._feedback) if feedback is not None]
+            if self.teacher is not None
+            else []
+        )
         if hinted:
-            prompts = self._text_tokenizer().batch_decode(output["prompt_ids"][hinted], skip_special_tokens=True)
+            prompts = self._text_tokenizer().batch_decode(
+                output["prompt_ids"][hinted], skip_special_tokens=True
+            )
             hints = [self._feedback[row].hint for row in hinted]
-            self._record(sdpo__hint_leak_rate=hint_leak_rate(hints, [texts[row] for row in hinted], contexts=prompts))
+            self._record(
+                sdpo__hint_leak_rate=hint_leak_rate(hints, [texts[row] for row in hinted], contexts=prompts)
+            )
 
     def _teacher_fields(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
-        "Hinted contexts plus faulty turns, and which completion columns they are compared at; one row per completion."
+        """Hinted contexts plus faulty turns, and which completion columns they are compared at; one row per
+        completion.
+        """
         if "pixel_values" in output:
-            raise ValueError("channel 2 reads text only: the teacher would not see the images. Set alpha_sdpo=0 for image prompts")
+            raise ValueError(
+                "channel 2 reads text only: the teacher would not see the images. Set alpha_sdpo=0 for image prompts"
+            )
         rows, width = output["completion_ids"].shape
         aligned = [self._align(output, row) for row in range(rows)]
         length = max(1, max(len(a.teacher_ids) for a, _, _ in aligned))
         pad = self._text_tokenizer().pad_token_id
         fields = {
-            "teacher_ids": torch.full((rows, length), pad), "teacher_mask": torch.zeros(rows, length, dtype=torch.long),
-            "teacher_idx": torch.zeros(rows, width, dtype=torch.long), "sdpo_mask": torch.zeros(rows, width, dtype=torch.bool),
+            "teacher_ids": torch.full((rows, length), pad),
+            "teacher_mask": torch.zeros(rows, length, dtype=torch.long),
+            "teacher_idx": torch.zeros(rows, width, dtype=torch.long),
+            "sdpo_mask": torch.zeros(rows, width, dtype=torch.bool),
         }
         for row, (a, prompt_length, _) in enumerate(aligned):
             columns = torch.tensor(a.student_idx, dtype=torch.long) - prompt_length
-            fields["teacher_ids"][row, :len(a.teacher_ids)] = torch.tensor(a.teacher_ids, dtype=torch.long)
-            fields["teacher_mask"][row, :len(a.teacher_ids)] = 1
+            fields["teacher_ids"][row, : len(a.teacher_ids)] = torch.tensor(a.teacher_ids, dtype=torch.long)
+            fields["teacher_mask"][row, : len(a.teacher_ids)] = 1
             fields["teacher_idx"][row, columns] = torch.tensor(a.teacher_idx, dtype=torch.long)
             fields["sdpo_mask"][row, columns] = True
         fields = self._to_device(fields)
@@ -290,13 +383,16 @@ class ComposerReplicationTrainer(GRPOTrainer):
         rollout = replace(rollout, hint=feedback.hint, site=feedback.site, site_context=context)
         aligned = align(self._text_tokenizer(), rollout, placement=self.placement, **self._template())
         limit = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
-        if limit and len(aligned.teacher_ids) > limit:  # a cut context would be another teacher: leave this turn alone
+        # a cut context would be another teacher: leave this turn alone
+        if limit and len(aligned.teacher_ids) > limit:
             self._record(sdpo__too_long=1.0)  # logged only when it happens
             return Alignment([], [], []), len(prompt), rollout.ids
         return aligned, len(prompt), rollout.ids
 
     def _check_alignment(self, output: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
-        "Token-by-token equality of what the two sides are scored on; logged, and an error when it is not total."
+        """Token-by-token equality of what the two sides are scored on; logged, and an error when it is not
+        total.
+        """
         mask = fields["sdpo_mask"]
         same = output["completion_ids"] == fields["teacher_ids"].gather(1, fields["teacher_idx"])
         compared = mask.sum().item()
@@ -304,38 +400,71 @@ class ComposerReplicationTrainer(GRPOTrainer):
             self._record(sdpo__aligned_fraction=(same & mask).sum().item() / compared)
         if (mask & ~same).any():
             row, column = (mask & ~same).nonzero()[0].tolist()
-            raise AlignmentError(f"completion {row}, token {column}: student and teacher would be compared on different tokens")
+            raise AlignmentError(
+                f"completion {row}, token {column}: student and teacher would be compared on different tokens"
+            )
 
     def _measure_lift(self, aligned: list[tuple[Alignment, list[int]]]) -> None:
-        """Teacher lift on the hinted rows: reward of fresh answers with the hint (by the teacher) minus without (by the student).
+        """Teacher lift on the hinted rows: reward of fresh answers with the hint (by the teacher) minus
+        without (by the student).
 
         Both sides are sampled anew: the answers at hand were picked for failing, and would flatter any hint.
         """
         rows = [row for row, (a, _) in enumerate(aligned) if a.teacher_ids]
-        with torch.random.fork_rng(devices=[self.accelerator.device] if self.accelerator.device.type == "cuda" else []):
+        with torch.random.fork_rng(
+            devices=[self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        ):
             with self.teacher.use() as teacher:
-                hinted = self._sampled_reward(teacher, rows, [aligned[row][0].teacher_ids[: aligned[row][0].teacher_idx[0]] for row in rows])
+                hinted = self._sampled_reward(
+                    teacher,
+                    rows,
+                    [aligned[row][0].teacher_ids[: aligned[row][0].teacher_idx[0]] for row in rows],
+                )
             with SelfTeacher(self.model, "live").use() as student:
-                bare = self._sampled_reward(student, rows, [aligned[row][1][: aligned[row][0].student_idx[0]] for row in rows])
+                bare = self._sampled_reward(
+                    student, rows, [aligned[row][1][: aligned[row][0].student_idx[0]] for row in rows]
+                )
         self._lifts.append(hinted - bare)
         self._record(sdpo__lift=hinted - bare)
         if len(self._lifts) >= 3 and sum(self._lifts[-3:]) <= 0 and "lift" not in self._warned:
             self._warned.add("lift")
-            warnings.warn("the hint has shown no lift in its last three measurements: a hint without lift cannot teach; lower alpha_sdpo", stacklevel=2)
+            warnings.warn(
+                "the hint has shown no lift in its last three measurements: a hint without lift cannot teach; lower alpha_sdpo",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _sampled_reward(self, model: nn.Module, rows: list[int], contexts: list[list[int]]) -> float:
-        "Mean weighted reward of one fresh answer per context; the reward functions see the rows' own columns, and no log."
+        """Mean weighted reward of one fresh answer per context; the reward functions see the rows' own
+        columns, and no log.
+        """
         tokenizer, (inputs, prompts) = self._text_tokenizer(), self._rewarded[:2]
         ids, mask = self._collate.pad(contexts, side="left")
-        output = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=self.generation_config)
-        answers = output[:, ids.shape[1]:].tolist()
-        texts = [[{"role": "assistant", "content": text}] for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
-        columns = {key: [inputs[row][key] for row in rows] for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")}
+        output = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=self.generation_config,
+        )
+        answers = output[:, ids.shape[1] :].tolist()
+        texts = [
+            [{"role": "assistant", "content": text}]
+            for text in tokenizer.batch_decode(answers, skip_special_tokens=True)
+        ]
+        columns = {
+            key: [inputs[row][key] for row in rows]
+            for key in inputs[0]
+            if key not in ("prompt", "completion", "completion_ids")
+        }
         silent = {"trainer_state": self.state, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
         total = 0.0
         for weight, function in zip(self.reward_weights.tolist(), self.reward_funcs):
-            rewards = function(prompts=[prompts[row] for row in rows], completions=texts, completion_ids=answers, **columns, **silent)
+            rewards = function(
+                prompts=[prompts[row] for row in rows],
+                completions=texts,
+                completion_ids=answers,
+                **columns,
+                **silent,
+            )
             total += weight * sum(r for r in rewards if r is not None) / len(rows)
         return total
 
@@ -349,13 +478,16 @@ class ComposerReplicationTrainer(GRPOTrainer):
         "Give each micro-batch the number of compared tokens of its whole optimizer step, over all processes."
         window = self.args.gradient_accumulation_steps
         for start in range(0, len(batches), window):
-            group = batches[start:start + window]
-            scored = sum(distillation_count(batch["sdpo_mask"].nonzero()[:, 0], self.loss_config) for batch in group)
+            group = batches[start : start + window]
+            scored = sum(
+                distillation_count(batch["sdpo_mask"].nonzero()[:, 0], self.loss_config) for batch in group
+            )
             count = self.accelerator.gather(torch.tensor(scored, device=self.accelerator.device)).sum()
             for batch in group:
                 batch["sdpo_count"] = count
 
-    # --- the loss ----------------------------------------------------------------------------------------------
+    # --- the loss
+    # ----------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
         if not self.model.training or (self.teacher is None and not self.pairs):
@@ -375,7 +507,8 @@ class ComposerReplicationTrainer(GRPOTrainer):
         total = policy
         for name in scored:
             total = total + weights[name] * channels[name]
-        scaled = getattr(self.accelerator, "scaler", None) is not None  # fp16: unscaled gradients would underflow
+        # fp16: unscaled gradients would underflow
+        scaled = getattr(self.accelerator, "scaler", None) is not None
         if self.grad_norm_steps and self.state.global_step % self.grad_norm_steps == 0 and not scaled:
             total = self._measured(total, channels, {"policy": 1.0, **weights}, inputs)
         self._report(channels, scored, weights, inputs)
@@ -383,7 +516,9 @@ class ComposerReplicationTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _credited(self, inputs: dict[str, Tensor]) -> Tensor:
-        "Advantages per token, (B, T): on the hinted turns their size follows the teacher (RLSD), elsewhere they stay."
+        """Advantages per token, (B, T): on the hinted turns their size follows the teacher (RLSD), elsewhere
+        they stay.
+        """
         advantages, mask = inputs["advantages"], inputs["sdpo_mask"]
         mix = rlsd_mix(self.state.global_step, start=self.rlsd, decay_steps=self.rlsd_steps)
         batch, column = mask.nonzero(as_tuple=True)
@@ -392,13 +527,26 @@ class ComposerReplicationTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps")  # TRL keeps them where the weights have moved since sampling
         ids, rows = inputs["completion_ids"][batch, column], torch.unique(batch)
         place = torch.searchsorted(rows, batch)
-        whole = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        whole = (
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        )
         with self.accelerator.autocast(), eval_mode(self.model):
-            now = encode_sequences(self.model, *whole).logits(batch, inputs["prompt_ids"].shape[1] + column) if old is None else None
-            hinted = self.teacher.mix(lambda module: encode_shared(
-                module, inputs["teacher_ids"][rows], inputs["teacher_mask"][rows]).logits(place, inputs["teacher_idx"][batch, column]))
+            now = (
+                encode_sequences(self.model, *whole).logits(batch, inputs["prompt_ids"].shape[1] + column)
+                if old is None
+                else None
+            )
+            hinted = self.teacher.mix(
+                lambda module: encode_shared(
+                    module, inputs["teacher_ids"][rows], inputs["teacher_mask"][rows]
+                ).logits(place, inputs["teacher_idx"][batch, column])
+            )
+
         def grid(logits: Tensor) -> Tensor:
-            return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, token_logprobs(logits / self.temperature, ids).float())
+            return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(
+                mask, token_logprobs(logits / self.temperature, ids).float()
+            )
 
         credited = rlsd_advantages(advantages, grid(hinted), grid(now) if old is None else old, mask, mix=mix)
         return torch.where(mask, credited, advantages.unsqueeze(1).to(credited.dtype))
@@ -407,13 +555,17 @@ class ComposerReplicationTrainer(GRPOTrainer):
     def _hidden_states(self) -> Iterator[list[Tensor]]:
         "Keeps what the model's body returns while TRL runs its own forward."
         kept: list[Tensor] = []
-        hook = causal_lm(self.model).base_model.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+        hook = causal_lm(self.model).base_model.register_forward_hook(
+            lambda module, args, output: kept.append(output[0])
+        )
         try:
             yield kept
         finally:
             hook.remove()
 
-    def _hint_loss(self, model: nn.Module, inputs: dict[str, Tensor], kept: list[Tensor]) -> tuple[Tensor, int]:
+    def _hint_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], kept: list[Tensor]
+    ) -> tuple[Tensor, int]:
         "Divergence from the hinted teacher at the faulty turns' own tokens."
         batch, column = inputs["sdpo_mask"].nonzero(as_tuple=True)
         if len(batch) == 0:
@@ -421,9 +573,17 @@ class ComposerReplicationTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         with self.accelerator.autocast():
             loss = distil(
-                self._student(inputs, kept), self.teacher, inputs["teacher_ids"], inputs["teacher_mask"], batch,
-                inputs["prompt_ids"].shape[1] + column, inputs["teacher_idx"][batch, column], inputs["completion_ids"][batch, column],
-                self.loss_config, count=inputs["sdpo_count"], old_logprobs=None if old is None else old[batch, column],
+                self._student(inputs, kept),
+                self.teacher,
+                inputs["teacher_ids"],
+                inputs["teacher_mask"],
+                batch,
+                inputs["prompt_ids"].shape[1] + column,
+                inputs["teacher_idx"][batch, column],
+                inputs["completion_ids"][batch, column],
+                self.loss_config,
+                count=inputs["sdpo_count"],
+                old_logprobs=None if old is None else old[batch, column],
                 sampling_temperature=self.temperature,
             )
         return loss * self.accelerator.num_processes, len(batch)
@@ -433,39 +593,51 @@ class ComposerReplicationTrainer(GRPOTrainer):
         if head_shortcut(self.model):
             return Encoded(torch.cat(kept), causal_lm(self.model), True)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        return encode_sequences(self.model, ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1))
+        return encode_sequences(
+            self.model, ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        )
 
     def _replay_loss(self, model: nn.Module) -> tuple[Tensor, int]:
         "Preference loss on this micro-batch's share of the step's pairs."
         accumulation = self.args.gradient_accumulation_steps
-        share = self._step_pairs()[self._step % accumulation::accumulation]
+        share = self._step_pairs()[self._step % accumulation :: accumulation]
         if not share:
             return next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, 0
         batch = self._to_device(self._collate([], share))
         with self.accelerator.autocast():
-            loss, n_pairs, metrics = preference_channel(self.model, batch, self.loss_config, count=self.pairs_per_step)
+            loss, n_pairs, metrics = preference_channel(
+                self.model, batch, self.loss_config, count=self.pairs_per_step
+            )
         for name, value in metrics.items():
             self._sums[f"replay__{name}"] += value * n_pairs / self.pairs_per_step
         return loss, n_pairs
 
     def _step_pairs(self) -> list[DPOPair]:
-        "This process's pairs for this optimizer step: a pure function of seed and step, so a resumed run sees the same."
+        """This process's pairs for this optimizer step: a pure function of seed and step, so a resumed run
+        sees the same.
+        """
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         first = (self.state.global_step * world + rank) * self.pairs_per_step
         picked = []
         for number in range(first, first + self.pairs_per_step):
             epoch, place = divmod(number, len(self.pairs))
-            order = torch.randperm(len(self.pairs), generator=torch.Generator().manual_seed(self.args.seed + epoch))
+            order = torch.randperm(
+                len(self.pairs), generator=torch.Generator().manual_seed(self.args.seed + epoch)
+            )
             picked.append(self.pairs[order[place]])
         return picked
 
-    # --- reports -----------------------------------------------------------------------------------------------
+    # --- reports
+    # -----------------------------------------------------------------------------------------------
 
-    def _measured(self, total: Tensor, channels: dict[str, Tensor], weights: dict[str, float], inputs: dict[str, Tensor]) -> Tensor:
-        """The same loss with the same gradient, which is put together from each channel's own; the joint backward pass is left out.
+    def _measured(
+        self, total: Tensor, channels: dict[str, Tensor], weights: dict[str, float], inputs: dict[str, Tensor]
+    ) -> Tensor:
+        """The same loss with the same gradient, which is put together from each channel's own; the joint
+        backward pass is left out.
 
-        The gradient of a sum is the sum of gradients: what is returned has the value of `total`, and as its derivative
-        with respect to each parameter the weighted sum of the channels' gradients.
+        The gradient of a sum is the sum of gradients: what is returned has the value of `total`, and as
+        its derivative with respect to each parameter the weighted sum of the channels' gradients.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         combined: list[Tensor | None] = [None] * len(parameters)
@@ -475,11 +647,21 @@ class ComposerReplicationTrainer(GRPOTrainer):
             gradients = channel_gradients(loss, parameters)
             self._gradients[name] = _added(self._gradients.get(name), gradients, 1.0)
             combined = _added(combined, gradients, weights[name])
-        carriers = [p.flatten()[:1].sum() * 0.0 if g is None else torch.dot(p.flatten(), g.flatten().to(p.dtype))  # every parameter reports to DDP
-                    for p, g in zip(parameters, combined)]
+        carriers = [
+            p.flatten()[:1].sum() * 0.0
+            if g is None
+            else torch.dot(p.flatten(), g.flatten().to(p.dtype))  # every parameter reports to DDP
+            for p, g in zip(parameters, combined)
+        ]
         return total.detach() + sum(carrier - carrier.detach() for carrier in carriers)
 
-    def _report(self, channels: dict[str, Tensor], scored: dict[str, int], weights: dict[str, float], inputs: dict[str, Tensor]) -> None:
+    def _report(
+        self,
+        channels: dict[str, Tensor],
+        scored: dict[str, int],
+        weights: dict[str, float],
+        inputs: dict[str, Tensor],
+    ) -> None:
         "Add this micro-batch to the step's sums; at the end of the step log them and look for dark channels."
         accumulation = self.args.gradient_accumulation_steps
         self._sums["policy__loss"] += channels["policy"].item()
@@ -494,29 +676,53 @@ class ComposerReplicationTrainer(GRPOTrainer):
             self._flush()
 
     def _flush(self) -> None:
-        "Log the optimizer step: means over processes, sums for counts, norms of the step's own channel gradients."
+        """Log the optimizer step: means over processes, sums for counts, norms of the step's own channel
+        gradients.
+        """
         names = sorted(self._sums)
-        means = self.accelerator.reduce(torch.tensor([self._sums[n] for n in names], device=self.accelerator.device), reduction="mean").tolist()
-        step = {n: m * (self.accelerator.num_processes if n.endswith(("tokens", "pairs")) else 1) for n, m in zip(names, means)}
-        norms = {f"{name}__grad_norm": gradient_norm(gradients) for name, gradients in self._gradients.items()}
+        means = self.accelerator.reduce(
+            torch.tensor([self._sums[n] for n in names], device=self.accelerator.device), reduction="mean"
+        ).tolist()
+        step = {
+            n: m * (self.accelerator.num_processes if n.endswith(("tokens", "pairs")) else 1)
+            for n, m in zip(names, means)
+        }
+        norms = {
+            f"{name}__grad_norm": gradient_norm(gradients) for name, gradients in self._gradients.items()
+        }
         if "policy" in self._gradients:
-            norms |= {f"{name}__cosine": gradient_cosine(gradients, self._gradients["policy"])
-                      for name, gradients in self._gradients.items() if name != "policy"}
+            norms |= {
+                f"{name}__cosine": gradient_cosine(gradients, self._gradients["policy"])
+                for name, gradients in self._gradients.items()
+                if name != "policy"
+            }
         if "sdpo__tokens" in step and self.loss_config.sdpo_reduction == "token-mean":
             norms["sdpo__scored_share"] = step["sdpo__tokens"] / max(1.0, step["policy__tokens"])
         self._record(**step, **norms)
         self._look_for_collapse()
-        self._watch({name: step.get(key, 0) for name, key in (("sdpo", "sdpo__tokens"), ("replay", "replay__pairs"))})
+        self._watch(
+            {name: step.get(key, 0) for name, key in (("sdpo", "sdpo__tokens"), ("replay", "replay__pairs"))}
+        )
         self._sums.clear()
         self._gradients.clear()
 
     def _look_for_collapse(self) -> None:
-        "Keep the series that the literature says to watch, and warn once for each that crossed its threshold."
+        """Keep the series that the literature says to watch, and warn once for each that crossed its
+        threshold.
+        """
         mode = self._metrics["train"]
-        logged = {"entropy": "entropy", "completion_length": "completions/mean_length", "hesitation_rate": "policy/hesitation_rate",
-                  "hint_leak_rate": "sdpo/hint_leak_rate", "cosine/sdpo": "sdpo/cosine", "cosine/replay": "replay/cosine"}
+        logged = {
+            "entropy": "entropy",
+            "completion_length": "completions/mean_length",
+            "hesitation_rate": "policy/hesitation_rate",
+            "hint_leak_rate": "sdpo/hint_leak_rate",
+            "cosine/sdpo": "sdpo/cosine",
+            "cosine/replay": "replay/cosine",
+        }
         for name, key in logged.items():
-            fresh = mode.get(key, [])[self._read.get(key, 0) if len(mode.get(key, [])) >= self._read.get(key, 0) else 0:]
+            fresh = mode.get(key, [])[
+                self._read.get(key, 0) if len(mode.get(key, [])) >= self._read.get(key, 0) else 0 :
+            ]
             self._read[key] = len(mode.get(key, []))
             if fresh:
                 self._history[name].append(sum(fresh) / len(fresh))
@@ -526,25 +732,44 @@ class ComposerReplicationTrainer(GRPOTrainer):
                 warnings.warn(sentence, stacklevel=2)
 
     def _policy_moves(self, inputs: dict[str, Tensor]) -> bool:
-        "Whether channel 1 can have a gradient at all; without advantage and regularisers it has none, so none is measured."
-        return bool((inputs["advantages"] != 0).any()) or self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        """Whether channel 1 can have a gradient at all; without advantage and regularisers it has none, so
+        none is measured.
+        """
+        return (
+            bool((inputs["advantages"] != 0).any())
+            or self.beta != 0.0
+            or self._entropy_bonus_enabled
+            or self.aux_loss_enabled
+        )
 
     def _watch(self, scored: dict[str, float]) -> None:
         "Warn once when a weighted channel has scored nothing for `dark_steps` steps, with the reason."
         reasons = {
-            "sdpo": "no feedback_func was given" if self.feedback_func is None else "the feedback held no hint for any sampled turn",
-            "replay": "no preference_dataset was given" if not self.pairs else "no pair fell into a micro-batch",
+            "sdpo": "no feedback_func was given"
+            if self.feedback_func is None
+            else "the feedback held no hint for any sampled turn",
+            "replay": "no preference_dataset was given"
+            if not self.pairs
+            else "no pair fell into a micro-batch",
         }
         weights = {"sdpo": self.loss_config.alpha_sdpo, "replay": self.loss_config.beta_replay}
         for name, weight in weights.items():
             self._last_lit.setdefault(name, self.state.global_step)
             if scored.get(name, 0) > 0:
                 self._last_lit[name] = self.state.global_step
-            elif weight > 0 and name not in self._warned and self.state.global_step - self._last_lit[name] >= self.dark_steps:
+            elif (
+                weight > 0
+                and name not in self._warned
+                and self.state.global_step - self._last_lit[name] >= self.dark_steps
+            ):
                 self._warned.add(name)
-                warnings.warn(f"channel {name!r} has weight {weight} but was dark for {self.dark_steps} steps: {reasons[name]}", stacklevel=2)
+                warnings.warn(
+                    f"channel {name!r} has weight {weight} but was dark for {self.dark_steps} steps: {reasons[name]}",
+                    stacklevel=2,
+                )
 
-    # --- checkpoints -------------------------------------------------------------------------------------------
+    # --- checkpoints
+    # -------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -557,7 +782,9 @@ class ComposerReplicationTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
 
     def _keeps_state(self) -> bool:
-        "Whether a checkpoint must hold more than TRL's: a teacher, or pairs whose reference is the untrained model."
+        """Whether a checkpoint must hold more than TRL's: a teacher, or pairs whose reference is the
+        untrained model.
+        """
         return self.teacher is not None or bool(self.pairs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -566,14 +793,22 @@ class ComposerReplicationTrainer(GRPOTrainer):
             return
         path = Path(resume_from_checkpoint) / "composer_state.json"
         if not path.is_file():
-            raise ValueError(f"{path.parent.name} has no {path.name}: it was not written by this trainer with the same channels on")
+            raise ValueError(
+                f"{path.parent.name} has no {path.name}: it was not written by this trainer with the same channels on"
+            )
         state = json.loads(path.read_text())
         kind = self.teacher.kind if self.teacher else None
         if state["teacher"] != kind:
-            raise ValueError(f"the checkpoint was trained with teacher={state['teacher']!r}, not {kind!r}: pass the same")
-        if state["base"] != self._base and (kind in ("frozen", "trust_region") or (self.pairs and self.loss_config.dpo_variant == "dpo")):
-            raise ValueError("the frozen teacher and DPO's reference are the model before training: build the trainer from the same "
-                             "initial weights to resume")
+            raise ValueError(
+                f"the checkpoint was trained with teacher={state['teacher']!r}, not {kind!r}: pass the same"
+            )
+        if state["base"] != self._base and (
+            kind in ("frozen", "trust_region") or (self.pairs and self.loss_config.dpo_variant == "dpo")
+        ):
+            raise ValueError(
+                "the frozen teacher and DPO's reference are the model before training: build the trainer from the same "
+                "initial weights to resume"
+            )
         if kind == "ema":
             self.teacher.load_state_dict(load_file(path.with_name("composer_teacher.safetensors")))
 
@@ -588,12 +823,18 @@ def _as_pairs(dataset: Any) -> list[DPOPair]:
         missing = [name for name in ("chosen", "rejected") if name not in row]
         messages = row.get("state_messages", row.get("prompt"))
         if missing or messages is None:
-            raise ValueError(f"preference row {number} lacks {', '.join(missing) or 'state_messages (or prompt)'}")
-        pairs.append(DPOPair(str(row.get("state_id", number)), messages, _text(row["chosen"]), _text(row["rejected"])))
+            raise ValueError(
+                f"preference row {number} lacks {', '.join(missing) or 'state_messages (or prompt)'}"
+            )
+        pairs.append(
+            DPOPair(str(row.get("state_id", number)), messages, _text(row["chosen"]), _text(row["rejected"]))
+        )
     return pairs
 
 
-def _added(sums: list[Tensor | None] | None, gradients: list[Tensor | None], weight: float) -> list[Tensor | None]:
+def _added(
+    sums: list[Tensor | None] | None, gradients: list[Tensor | None], weight: float
+) -> list[Tensor | None]:
     "`sums + weight * gradients`, where None stands for zero."
     sums = sums or [None] * len(gradients)
     return [s if g is None else weight * g if s is None else s + weight * g for s, g in zip(sums, gradients)]
@@ -607,8 +848,8 @@ def _text(answer: str | list[dict[str, str]]) -> str:
 def _messages_before(prompt: list[dict], completion: list[dict], site: int) -> list[dict]:
     """The prompt and the completion's messages up to (not including) the assistant turn number `site`.
 
-    A rollout function of one's own hands back one message for all turns; then the prompt alone tells how the template
-    closes a context, which is all that the token splice needs.
+    A rollout function of one's own hands back one message for all turns; then the prompt alone tells how
+    the template closes a context, which is all that the token splice needs.
     """
     turns = [i for i, message in enumerate(completion) if message["role"] == "assistant"]
     known = -len(turns) <= site < len(turns)
@@ -616,7 +857,9 @@ def _messages_before(prompt: list[dict], completion: list[dict], site: int) -> l
 
 
 def last_checkpoint(folder: str | os.PathLike) -> str | None:
-    "The newest complete checkpoint in `folder` (one whose trainer_state.json was written, which is written last), or None."
+    """The newest complete checkpoint in `folder` (one whose trainer_state.json was written, which is written
+    last), or None.
+    """
     found = []
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = path.name.rpartition("-")[2]
@@ -625,25 +868,42 @@ def last_checkpoint(folder: str | os.PathLike) -> str | None:
     return max(found)[1] if found else None
 
 # %% ../nbs/training/05_trainer.ipynb #c014-c339e4
-COMPOSER2_GRPO: dict[str, Any] = dict(loss_type="dr_grpo", scale_rewards="none", num_iterations=1, mask_truncated_completions=False, beta=0.0)
+COMPOSER2_GRPO: dict[str, Any] = dict(
+    loss_type="dr_grpo", scale_rewards="none", num_iterations=1, mask_truncated_completions=False, beta=0.0
+)
 
 
 def with_length_penalty(
-    reward_func: Callable[..., list[float | None]], *, k: float, q: float, weight: float,
+    reward_func: Callable[..., list[float | None]],
+    *,
+    k: float,
+    q: float,
+    weight: float,
     effort: Callable[[Sequence[int]], float] = len,
 ) -> Callable[..., list[float | None]]:
-    """A reward function less `weight * length_penalty(effort(completion_ids))`; `effort` is the number of tokens by default.
+    """A reward function less `weight * length_penalty(effort(completion_ids))`; `effort` is the number of
+    tokens by default.
 
-    Unscorable answers (None) stay so. Raises ValueError for a weight that is not finite or negative, and as `length_penalty` does.
+    Unscorable answers (None) stay so. Raises ValueError for a weight that is not finite or negative, and
+    as `length_penalty` does.
     """
     if not 0 <= weight < float("inf"):
         raise ValueError(f"weight is {weight}; it must be finite and not negative")
     length_penalty(0.0, k=k, q=q)
 
     @functools.wraps(reward_func)
-    def penalised(prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
-        rewards = reward_func(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-        costs = length_penalty(torch.tensor([float(effort(ids)) for ids in completion_ids]), k=k, q=q).tolist()
+    def penalised(
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[float | None]:
+        rewards = reward_func(
+            prompts=prompts, completions=completions, completion_ids=completion_ids, **columns
+        )
+        costs = length_penalty(
+            torch.tensor([float(effort(ids)) for ids in completion_ids]), k=k, q=q
+        ).tolist()
         return [None if reward is None else reward - weight * cost for reward, cost in zip(rewards, costs)]
 
     return penalised

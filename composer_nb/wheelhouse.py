@@ -29,22 +29,41 @@ __all__ = ['DISTRIBUTION', 'REPOSITORY', 'JUNK', 'PRESENT', 'EXTRAS', 'GLIBC', '
 # %% ../nbs/launching/80_wheelhouse.ipynb #8662ee4e
 DISTRIBUTION = "composer-notebooks"
 REPOSITORY = "https://github.com/composer-nb/composer_nb"
-JUNK = {".git", ".venv", "__pycache__", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache", "_build", "build", "dist", "out"}
+JUNK = {
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".ipynb_checkpoints",
+    ".pytest_cache",
+    ".ruff_cache",
+    "_build",
+    "build",
+    "dist",
+    "out",
+}
 
 
 def book_files(source: Path) -> list[str]:
     "Names of the files of a release, relative to `source` (a checkout, or an unpacked archive), sorted."
     if (source / ".git").exists():
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        names = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True).stdout.split("\0")
+        names = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True).stdout.split(
+            "\0"
+        )
     else:
         found = (path.relative_to(source) for path in source.rglob("*"))
-        names = [p.as_posix() for p in found if not any(part in JUNK or part.endswith(".egg-info") for part in p.parts)]
+        names = [
+            p.as_posix()
+            for p in found
+            if not any(part in JUNK or part.endswith(".egg-info") for part in p.parts)
+        ]
     return sorted({name for name in names if name and (source / name).is_file()})
 
 # %% ../nbs/launching/80_wheelhouse.ipynb #e14305dc
 def project(source: Path) -> dict[str, Any]:
-    "The `[project]` table of a folder's pyproject.toml. Raises FileNotFoundError where it is not this book's."
+    """The `[project]` table of a folder's pyproject.toml. Raises FileNotFoundError where it is not this
+    book's.
+    """
     file = source / "pyproject.toml"
     found = tomllib.loads(file.read_text(encoding="utf-8"))["project"] if file.is_file() else {}
     if found.get("name") != DISTRIBUTION:
@@ -53,7 +72,9 @@ def project(source: Path) -> dict[str, Any]:
 
 
 def pack_book(source: Path, target: Path) -> Path:
-    "Write the archive of `source` to `target` (tar, gzip), with one folder at the top as a release has; returns `target`."
+    """Write the archive of `source` to `target` (tar, gzip), with one folder at the top as a release has;
+    returns `target`.
+    """
     top = f"composer_nb-{project(source)['version']}"
     with replacing(target) as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for name in book_files(source):
@@ -67,7 +88,10 @@ EXTRAS = ("smollm2", "plot", "lora", "replay", "diloco", "drills")
 
 def closure(report: dict[str, Any], names: Iterable[str]) -> set[str]:
     "`names` and everything that they require, by pip's report: canonical names."
-    needs = {canonicalize_name(i["metadata"]["name"]): i["metadata"].get("requires_dist", []) for i in report["install"]}
+    needs = {
+        canonicalize_name(i["metadata"]["name"]): i["metadata"].get("requires_dist", [])
+        for i in report["install"]
+    }
     waiting, found = {canonicalize_name(name) for name in names}, set()
     while waiting:
         found.add(name := waiting.pop())
@@ -88,7 +112,10 @@ GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
 
 def platform_options(python: str) -> list[str]:
     "pip's options for Kaggle's machines: 64-bit Linux on x86, the given Python such as `3.12`."
-    platforms = [f"manylinux_{version}_x86_64" for version in GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+    platforms = [f"manylinux_{version}_x86_64" for version in GLIBC] + [
+        "manylinux2014_x86_64",
+        "manylinux1_x86_64",
+    ]
     named = [word for platform in platforms for word in ("--platform", platform)]
     return ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:", *named]
 
@@ -98,7 +125,9 @@ def pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-color", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
+            done.stderr.strip()
+        ]
         raise RuntimeError(f"pip {words[0]} failed: {said[-1]}")
 
 
@@ -162,4 +191,6 @@ def collect(folder: Path, source: Path, *, extras: Sequence[str] = EXTRAS, pytho
     pip("download", *words, *pins, "-r", str(data))
     archive = pack_book(source, folder / f"composer_nb-{version}.book")
     files = sorted(folder.iterdir())
-    return Collected(tuple(f.name for f in files if f.suffix == ".whl"), archive.name, sum(f.stat().st_size for f in files))
+    return Collected(
+        tuple(f.name for f in files if f.suffix == ".whl"), archive.name, sum(f.stat().st_size for f in files)
+    )

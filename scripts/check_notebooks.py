@@ -1,6 +1,6 @@
-"""Check committed notebooks: chapters are as `nbdev_clean` leaves them; no notebook shows an error, a machine path
-or a secret; every committed run's metrics.json keeps the contract, its ids are in history and its figures are those
-that were shown (`check_runs.py`). Works on copies, changes nothing.
+"""Check committed notebooks: chapters are as `nbdev_clean` leaves them; no notebook shows an error, a
+machine path or a secret; every committed run's metrics.json keeps the contract, its ids are in history
+and its figures are those that were shown (`check_runs.py`). Works on copies, changes nothing.
 """
 
 import argparse

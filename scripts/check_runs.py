@@ -2,13 +2,15 @@
 
 `python scripts/check_runs.py` prints one line per fault. A run is in order when
 
-- some commit before the one that added it holds all its git ids at once, its plan among them (`commit`, `plan`);
+- some commit before the one that added it holds all its git ids at once, its plan among them (`commit`,
+  `plan`);
 - its executed notebook displayed the figures and the verdict that metrics.json holds (`figures`);
 - no file of it has changed since it was added, but for a line of provenance (`edited`);
 - it is named after its folder (`renamed`).
 
-What is not so needs a sentence under that label in the run's `provenance`. `--states` prints what has happened to each
-run since. Outside a checkout only the files are checked; a shallow clone is refused, since it cannot tell.
+What is not so needs a sentence under that label in the run's `provenance`. `--states` prints what has
+happened to each run since. Outside a checkout only the files are checked; a shallow clone is refused,
+since it cannot tell.
 """
 
 import argparse
@@ -52,7 +54,8 @@ def run_folders(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("spikes/*/runs/*") if p.is_dir() and p.name[0] not in "._")
 
 
-# --- against history ----------------------------------------------------------------------------------------------
+# --- against history
+# ----------------------------------------------------------------------------------------------
 
 
 class History:
@@ -144,7 +147,9 @@ def sources(notebook: Mapping[str, Any]) -> list[str]:
 
 
 def edited_faults(run: Path, why: Mapping[str, str], history: History) -> list[str]:
-    """Files of a committed run that are not what was added, unless provenance names the version that they are."""
+    """Files of a committed run that are not what was added, unless provenance names the version that they
+    are.
+    """
     faults = []
     names = {path.name for path in run.iterdir() if path.is_file() and not path.name.startswith(".")}
     for name in sorted(names | committed_names(run, history)):
@@ -181,7 +186,8 @@ def comparable(name: str, data: bytes) -> Any:
     return {key: value for key, value in json.loads(data).items() if key != "provenance"}
 
 
-# --- against the files themselves ---------------------------------------------------------------------------------
+# --- against the files themselves
+# ---------------------------------------------------------------------------------
 
 
 def shown_figures(notebook: Path) -> list[dict[str, Any]]:
@@ -240,7 +246,8 @@ def lost_runs(root: Path, history: History) -> list[str]:
     ]
 
 
-# --- tables that copy figures -------------------------------------------------------------------------------------
+# --- tables that copy figures
+# -------------------------------------------------------------------------------------
 
 
 def names_in(source: str) -> tuple[set[str], set[str]]:

@@ -1,6 +1,7 @@
 """Check that the generated modules are exactly what the notebooks export, in a temporary copy of the tree.
 
-Every generated module but `__init__.py` is removed before the export, so a module whose notebook is gone is found too.
+Every generated module but `__init__.py` is removed before the export, so a module whose notebook is gone
+is found too.
 """
 
 import argparse
@@ -44,7 +45,9 @@ def copy_tree(root: Path, destination: Path, names: Sequence[str] = COPIED) -> N
 
 
 def run_nbdev(tool: str, cwd: Path) -> str:
-    """Run an nbdev command beside this Python in `cwd`; returns its output, raises `ExportError` on any failure."""
+    """Run an nbdev command beside this Python in `cwd`; returns its output, raises `ExportError` on any
+    failure.
+    """
     # IN_TEST silently disables nbdev_export; a user's own nbdev defaults must not leak in.
     environment = {k: v for k, v in os.environ.items() if k != "IN_TEST"} | {
         "XDG_CONFIG_HOME": str(cwd / ".config")
@@ -72,7 +75,9 @@ def generated_modules(package: Path) -> list[Path]:
 
 
 def out_of_sync(root: Path = ROOT) -> str:
-    """Return git's porcelain status and the differences after a fresh export, or an empty string when in sync."""
+    """Return git's porcelain status and the differences after a fresh export, or an empty string when in
+    sync.
+    """
     with tempfile.TemporaryDirectory(prefix="composer_nb_sync_") as folder:
         copy = Path(folder)
         copy_tree(root, copy)

@@ -1,7 +1,9 @@
-"""Write what every chapter says about its place in the book: what to read first, what comes next, where it opens.
+"""Write what every chapter says about its place in the book: what to read first, what comes next, where it
+opens.
 
-All of it follows from `_toc.yml` and from what the chapters import; the launch cell is that of `launch.py`.
-`python scripts/frame.py` writes it into the notebooks, `--check` (part of `make clean-check`) fails when it is stale.
+All of it follows from `_toc.yml` and from what the chapters import; the launch cell is that of
+`launch.py`. `python scripts/frame.py` writes it into the notebooks, `--check` (part of `make
+clean-check`) fails when it is stale.
 """
 
 import argparse
@@ -69,7 +71,9 @@ class Shelf:
 
     def _needs(self, page: str, writers: Mapping[str | None, str]) -> list[str]:
         place = self.order.index(page)
-        packages = {name.rpartition(".")[0]: p for name, p in reversed(writers.items()) if name and "." in name}
+        packages = {
+            name.rpartition(".")[0]: p for name, p in reversed(writers.items()) if name and "." in name
+        }
         found = {p for name in imported(self.notebooks[page]) if (p := writers.get(name, packages.get(name)))}
         return sorted((p for p in found if self.order.index(p) < place), key=self.order.index)
 
@@ -93,7 +97,11 @@ class Shelf:
 
     def next_line(self, page: str) -> str:
         place = self.order.index(page) + 1
-        return f"**Next**: {self.link(self.order[place], page)}." if place < len(self.order) else "The last page."
+        return (
+            f"**Next**: {self.link(self.order[place], page)}."
+            if place < len(self.order)
+            else "The last page."
+        )
 
 
 def frame(notebook: nbformat.NotebookNode, page: str, shelf: Shelf) -> None:
@@ -101,7 +109,9 @@ def frame(notebook: nbformat.NotebookNode, page: str, shelf: Shelf) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "markdown" and cell.get("id") != NEXT_CELL:
             cell["source"] = HAND_WRITTEN_NEXT.sub("", cell.source).strip("\n")
-    notebook.cells = [c for c in notebook.cells if c.get("id") != NEXT_CELL and (c.source or c.cell_type != "markdown")]
+    notebook.cells = [
+        c for c in notebook.cells if c.get("id") != NEXT_CELL and (c.source or c.cell_type != "markdown")
+    ]
     title = next(c for c in notebook.cells if c.cell_type == "markdown")
     found = TIME_LINE.search(title.source)
     parts = found["parts"].split(" · ") if found else ["Ten minutes", "CPU"]
@@ -135,13 +145,18 @@ def stale(root: Path, write: bool) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
     parser.add_argument("--check", action="store_true", help="change nothing, fail when a chapter is stale")
     args = parser.parse_args(argv)
     found = stale(args.root.resolve(), write=not args.check)
     if args.check and found:
-        print("\n".join([*(f"{page}: its place in the book is stale" for page in found), "run: make frame"]), file=sys.stderr)
+        print(
+            "\n".join([*(f"{page}: its place in the book is stale" for page in found), "run: make frame"]),
+            file=sys.stderr,
+        )
         return 1
     print("\n".join(f"{page}: written" for page in found) or "every chapter knows its place")
     return 0

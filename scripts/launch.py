@@ -1,8 +1,10 @@
-"""What opens a page on Colab or Kaggle: its two links, the extras it needs, and the cell that installs them there.
+"""What opens a page on Colab or Kaggle: its two links, the extras it needs, and the cell that installs them
+there.
 
-The cell fetches an archive of the repository and hands over to `scripts/lone_install.py` inside it. Which extras a
-page needs follows from what it imports, itself or through the package. `python scripts/launch.py` writes the cell
-into every chapter and the quickstart's spike; `--check` changes nothing and fails when one is stale.
+The cell fetches an archive of the repository and hands over to `scripts/lone_install.py` inside it. Which
+extras a page needs follows from what it imports, itself or through the package. `python
+scripts/launch.py` writes the cell into every chapter and the quickstart's spike; `--check` changes
+nothing and fails when one is stale.
 """
 
 import argparse
@@ -166,7 +168,9 @@ def add_launch_cell(notebook: nbformat.NotebookNode, path: Path, root: Path = RO
     old = [i for i, cell in enumerate(notebook.cells) if is_launch_cell(cell)]
     title = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown")
     shown = bool(old) and not notebook.cells[old[0]].source.startswith("#| hide")
-    cell = nbformat.v4.new_code_cell(text if shown else f"#| hide\n{text}", metadata=notebook.cells[old[0]].metadata if old else {})
+    cell = nbformat.v4.new_code_cell(
+        text if shown else f"#| hide\n{text}", metadata=notebook.cells[old[0]].metadata if old else {}
+    )
     cell["id"] = LAUNCH_ID
     place = old[0] if old else title + 1
     notebook.cells = [c for c in notebook.cells if not is_launch_cell(c)]
@@ -188,13 +192,22 @@ def stale(root: Path, write: bool) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
-    parser.add_argument("--check", action="store_true", help="change nothing, fail when a launch cell is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, fail when a launch cell is stale"
+    )
     args = parser.parse_args(argv)
     found = stale(args.root.resolve(), write=not args.check)
     if args.check and found:
-        print("\n".join([*(f"{page}: its launch cell is stale" for page in found), "run: python scripts/launch.py"]), file=sys.stderr)
+        print(
+            "\n".join(
+                [*(f"{page}: its launch cell is stale" for page in found), "run: python scripts/launch.py"]
+            ),
+            file=sys.stderr,
+        )
         return 1
     print("\n".join(f"{page}: written" for page in found) or "every page has its launch cell")
     return 0

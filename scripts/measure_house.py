@@ -1,7 +1,9 @@
-"""Measure how the house is built: lengths of cells, functions, classes and modules, what pages hide, the order of chapters.
+"""Measure how the house is built: lengths of cells, functions, classes and modules, what pages hide, the
+order of chapters.
 
-`python scripts/measure_house.py` prints the figures, `--details` where each offender stands, `--write` keeps them in
-`book/house.json`, which the status page shows, and `--check` (part of `make lint`) fails when that file is stale.
+`python scripts/measure_house.py` prints the figures, `--details` where each offender stands, `--write`
+keeps them in `book/house.json`, which the status page shows, and `--check` (part of `make lint`) fails
+when that file is stale.
 """
 
 import argparse
@@ -135,7 +137,9 @@ def parameters(node: Function) -> int:
 
 
 def is_public(name: str) -> bool:
-    return "<locals>" not in name and all(not part.startswith("_") or part == "__init__" for part in name.split("."))
+    return "<locals>" not in name and all(
+        not part.startswith("_") or part == "__init__" for part in name.split(".")
+    )
 
 
 def height(node: ast.AST) -> int:
@@ -144,7 +148,10 @@ def height(node: ast.AST) -> int:
 
 
 def toc_order(root: Path) -> list[str]:
-    """Pages of the table of contents in reading order, without globs and without those that are not written yet."""
+    """Pages of the table of contents in reading order, without globs and without those that are not written
+    yet.
+    """
+
     def walk(node: Any) -> Iterator[str]:
         if isinstance(node, dict):
             if "file" in node:
@@ -170,7 +177,11 @@ def next_disagreements(chapters: Sequence[Chapter], order: Sequence[str], root: 
         position = order.index(page) + 1
         wanted = order[position] if position < len(order) else None
         links = NEXT.findall(chapter.markdown)
-        led = (chapter.path.parent / links[-1]).resolve().relative_to(root).with_suffix("").as_posix() if links else None
+        led = (
+            (chapter.path.parent / links[-1]).resolve().relative_to(root).with_suffix("").as_posix()
+            if links
+            else None
+        )
         if led != wanted:
             found.append(f"{page}: next is {led}, the table of contents says {wanted}")
     return found
@@ -178,15 +189,20 @@ def next_disagreements(chapters: Sequence[Chapter], order: Sequence[str], root: 
 
 def late_imports(chapters: Sequence[Chapter], order: Sequence[str], root: Path) -> list[str]:
     """Chapters that import a module which a later chapter writes."""
-    place = {c.module: order.index(page) for c in chapters
-             if c.module and (page := c.path.relative_to(root).with_suffix("").as_posix()) in order}
+    place = {
+        c.module: order.index(page)
+        for c in chapters
+        if c.module and (page := c.path.relative_to(root).with_suffix("").as_posix()) in order
+    }
     found = []
     for chapter in chapters:
         page = chapter.path.relative_to(root).with_suffix("").as_posix()
         if page not in order:
             continue
         trees = [tree for text in chapter.code if (tree := parsed(text)) is not None]
-        names = {n.module for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        names = {
+            n.module for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module
+        }
         for name in sorted(n.removeprefix(f"{PACKAGE}.") for n in names if n.startswith(f"{PACKAGE}.")):
             if place.get(name, -1) > order.index(page):
                 found.append(f"{page}: imports {name}, which comes later")
@@ -195,13 +211,18 @@ def late_imports(chapters: Sequence[Chapter], order: Sequence[str], root: Path) 
 
 def hand_written(root: Path) -> list[Path]:
     folders = ("scripts", "tests", "book", "spikes", f"{PACKAGE}/drills")
-    return sorted(p for folder in folders for p in (root / folder).rglob("*.py") if "/runs/" not in p.as_posix())
+    return sorted(
+        p for folder in folders for p in (root / folder).rglob("*.py") if "/runs/" not in p.as_posix()
+    )
 
 
 def long_lines(chapters: Sequence[Chapter], root: Path) -> tuple[list[str], int]:
     """Code lines over the limit, in notebooks and in what is written by hand, and how many lines there are."""
     texts = [(str(c.path.relative_to(root)), "\n".join(c.code)) for c in chapters]
-    texts += [(str(p.relative_to(root)), "\n".join(read_chapter(p).code)) for p in sorted(root.glob("spikes/*/*.ipynb"))]
+    texts += [
+        (str(p.relative_to(root)), "\n".join(read_chapter(p).code))
+        for p in sorted(root.glob("spikes/*/*.ipynb"))
+    ]
     texts += [(str(p.relative_to(root)), p.read_text(encoding="utf-8")) for p in hand_written(root)]
     count = sum(len(text.splitlines()) for _, text in texts)
     over = [(name, sum(len(line) > LINE for line in text.splitlines())) for name, text in texts]
@@ -209,8 +230,14 @@ def long_lines(chapters: Sequence[Chapter], root: Path) -> tuple[list[str], int]
 
 
 def run_facts(root: Path) -> dict[str, Any]:
-    """How many committed runs there are, how many began on a clean tree that history holds, whose commits are unknown."""
-    folders = [p.parent for p in sorted(root.glob("spikes/*/runs/*/metrics.json")) if not p.parent.name.startswith("_")]
+    """How many committed runs there are, how many began on a clean tree that history holds, whose commits
+    are unknown.
+    """
+    folders = [
+        p.parent
+        for p in sorted(root.glob("spikes/*/runs/*/metrics.json"))
+        if not p.parent.name.startswith("_")
+    ]
     clean, unknown = [], []
     for folder in folders:
         metrics = json.loads((folder / "metrics.json").read_text())
@@ -222,7 +249,11 @@ def run_facts(root: Path) -> dict[str, Any]:
             unknown.append(name)
         elif not commit.endswith("+"):
             clean.append(name)
-    return {"runs": [str(f.relative_to(root)) for f in folders], "runs_clean": clean, "runs_unknown_commit": unknown}
+    return {
+        "runs": [str(f.relative_to(root)) for f in folders],
+        "runs_clean": clean,
+        "runs_unknown_commit": unknown,
+    }
 
 
 def _ids_known(ids: dict[str, str], root: Path) -> bool:
@@ -235,7 +266,13 @@ def _ids_known(ids: dict[str, str], root: Path) -> bool:
 
 def package_lengths(root: Path) -> dict[str, list[Any]]:
     """What is too long in the generated package, and the lengths of all functions."""
-    found: dict[str, list[Any]] = {"modules": [], "classes": [], "parameters": [], "functions": [], "public": []}
+    found: dict[str, list[Any]] = {
+        "modules": [],
+        "classes": [],
+        "parameters": [],
+        "functions": [],
+        "public": [],
+    }
     for path in sorted((root / PACKAGE).rglob("*.py")):
         if path.name in ("__init__.py", "_modidx.py"):
             continue
@@ -258,12 +295,21 @@ def package_lengths(root: Path) -> dict[str, list[Any]]:
 def chapter_lengths(chapters: Sequence[Chapter], root: Path) -> dict[str, Any]:
     """Lengths of cells, and how many lines of assertions the chapters hold."""
     code = [len(body_lines(text)) for c in chapters for text in c.code]
-    exported = [(len(body_lines(text)), f"{c.path.relative_to(root)}: {next(iter(body_lines(text)), '')[:60]}")
-                for c in chapters for text in c.code if EXPORTED.search(text)]
+    exported = [
+        (len(body_lines(text)), f"{c.path.relative_to(root)}: {next(iter(body_lines(text)), '')[:60]}")
+        for c in chapters
+        for text in c.code
+        if EXPORTED.search(text)
+    ]
     lessons = [text for c in chapters for text in c.code if not EXPORTED.search(text)]
-    return {"code": code, "exported": exported,
-            "assertions": sum(bool(re.match(r"\s*assert\b", line)) for text in lessons for line in text.splitlines()),
-            "prose": sum(cell["cell_type"] == "markdown" for c in chapters for cell in c.cells)}
+    return {
+        "code": code,
+        "exported": exported,
+        "assertions": sum(
+            bool(re.match(r"\s*assert\b", line)) for text in lessons for line in text.splitlines()
+        ),
+        "prose": sum(cell["cell_type"] == "markdown" for c in chapters for cell in c.cells),
+    }
 
 
 def spread(values: Sequence[int]) -> tuple[float, float, float]:
@@ -286,7 +332,9 @@ def measure(root: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
         "classes_over_120": package["classes"],
         "public_functions_over_9_parameters": package["parameters"],
         "functions_over_50": [f"{where}: {n} lines" for n, where in package["functions"] if n > 50],
-        "hidden_uses": [f"{c.path.relative_to(root)}: {', '.join(names)}" for c in chapters if (names := hidden_uses(c))],
+        "hidden_uses": [
+            f"{c.path.relative_to(root)}: {', '.join(names)}" for c in chapters if (names := hidden_uses(c))
+        ],
         "next_disagreements": next_disagreements(chapters, order, root),
         "imports_before_their_chapter": late_imports(chapters, order, root),
         "lone_chapters": ran["chapters"],
@@ -294,26 +342,37 @@ def measure(root: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
         "runs": runs["runs"],
         "runs_clean": runs["runs_clean"],
         "runs_unknown_commit": runs["runs_unknown_commit"],
-        "pages_without_picture_or_table": [str(c.path.relative_to(root)) for c in chapters if not shows_something(c)],
+        "pages_without_picture_or_table": [
+            str(c.path.relative_to(root)) for c in chapters if not shows_something(c)
+        ],
     }
     figures: dict[str, float] = {name: len(places) for name, places in details.items()}
     details["lines_over_110_share"] = over
     long = sum(int(row.rsplit(": ", 1)[1].split()[0]) for row in over)
     figures["lines_over_110_share"] = round(long / lines, 4)
-    lengths = {"code_cell": cells["code"], "exported_cell": [n for n, _ in cells["exported"]],
-               "function": [n for n, _ in package["functions"]]}
+    lengths = {
+        "code_cell": cells["code"],
+        "exported_cell": [n for n, _ in cells["exported"]],
+        "function": [n for n, _ in package["functions"]],
+    }
     for name, values in lengths.items():
         figures |= {f"{name}_{at}": v for at, v in zip(("median", "p90", "max"), spread(values), strict=True)}
     figures["prose_cells_per_code_cell"] = round(cells["prose"] / max(1, len(cells["code"])), 2)
-    figures["assertions_per_public_definition"] = round(cells["assertions"] / max(1, len(package["public"])), 2)
+    figures["assertions_per_public_definition"] = round(
+        cells["assertions"] / max(1, len(package["public"])), 2
+    )
     return figures, details
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to measure")
     parser.add_argument("--details", nargs="?", const="", metavar="FIGURE", help="name the offenders")
-    parser.add_argument("--only", default="", metavar="TEXT", help="with --details: places that contain this text")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="with --details: places that contain this text"
+    )
     parser.add_argument("--write", action="store_true", help="keep the figures in book/house.json")
     parser.add_argument("--check", action="store_true", help="fail when book/house.json is stale")
     args = parser.parse_args(argv)
@@ -331,7 +390,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = json.loads(kept.read_text()) if kept.exists() else {}
         stale = {k: (known.get(k), v) for k, v in figures.items() if known.get(k) != v}
         rows = [f"{k}: book/house.json says {old}, measured {new}" for k, (old, new) in stale.items()]
-        print("\n".join([*rows, "run: python scripts/measure_house.py --write"] if rows else ["house.json is up to date"]))
+        print(
+            "\n".join(
+                [*rows, "run: python scripts/measure_house.py --write"]
+                if rows
+                else ["house.json is up to date"]
+            )
+        )
         return int(bool(rows))
     print("\n".join(f"{name:36} {value:g}" for name, value in figures.items()))
     return 0

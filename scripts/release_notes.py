@@ -1,6 +1,8 @@
-"""Print the changelog's section for a tag: `python scripts/release_notes.py v0.1.0`. Needs nothing but Python.
+"""Print the changelog's section for a tag: `python scripts/release_notes.py v0.1.0`. Needs nothing but
+Python.
 
-Fails when the tag is not the version that pyproject.toml declares, or when the changelog has no section for it.
+Fails when the tag is not the version that pyproject.toml declares, or when the changelog has no section
+for it.
 """
 
 import re
@@ -13,13 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def section(changelog: str, version: str) -> str:
-    """The text below `## [version]`, up to the next section. Raises ValueError when it is missing, empty or without a date."""
+    """The text below `## [version]`, up to the next section. Raises ValueError when it is missing, empty or
+    without a date.
+    """
     head = rf"^## \[{re.escape(version)}\](?P<date>[^\n]*)\n"
     found = re.search(rf"{head}(?P<text>.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
     if found is None or not found["text"].strip():
         raise ValueError(f"CHANGELOG.md has no section [{version}]: write it before tagging")
     if not re.search(r"\d{4}-\d\d-\d\d", found["date"]):
-        raise ValueError(f"CHANGELOG.md's section [{version}] has no date: write the day of the release instead of Unreleased")
+        raise ValueError(
+            f"CHANGELOG.md's section [{version}] has no date: write the day of the release instead of Unreleased"
+        )
     return found["text"].strip()
 
 
@@ -27,7 +33,9 @@ def notes(tag: str, root: Path = ROOT) -> str:
     """The notes of a release, checked against the version of the package."""
     declared = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     if tag != f"v{declared}":
-        raise ValueError(f"tag {tag} does not match version {declared}: tag v{declared}, or change the version")
+        raise ValueError(
+            f"tag {tag} does not match version {declared}: tag v{declared}, or change the version"
+        )
     return section((root / "CHANGELOG.md").read_text(encoding="utf-8"), declared)
 
 

@@ -1,7 +1,8 @@
-"""Execute chapters and the spikes' result pages in place: `python scripts/run_chapters.py 05 results`, or all of them.
+"""Execute chapters and the spikes' result pages in place: `python scripts/run_chapters.py 05 results`, or
+all of them.
 
-Drops progress bars and leaves the committed form behind. When and on what a chapter ran stays in its metadata, where
-the status page reads it. `--jobs 2` runs two at a time.
+Drops progress bars and leaves the committed form behind. When and on what a chapter ran stays in its
+metadata, where the status page reads it. `--jobs 2` runs two at a time.
 """
 
 import argparse
@@ -40,7 +41,9 @@ def run(path: Path, shelf: Shelf) -> float:
             continue
         kept = [o for o in cell.outputs if not is_noise(o)]
         cell["outputs"] = [nbformat.from_dict(runner.scrub(dict(o), patterns)) for o in kept]
-        cell["metadata"] = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in ("tags", "mystnb")})
+        cell["metadata"] = nbformat.from_dict(
+            {k: v for k, v in cell.metadata.items() if k in ("tags", "mystnb")}
+        )
     facts = done.metadata.papermill
     kept = {k: facts[k] for k in ("start_time", "end_time", "duration", "version") if k in facts}
     done.metadata["papermill"] = nbformat.from_dict(kept)
@@ -56,14 +59,20 @@ def is_noise(output: nbformat.NotebookNode) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="beginnings of file names, or of paths such as nbs/data; none: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", help="beginnings of file names, or of paths such as nbs/data; none: all"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="chapters at a time")
     args = parser.parse_args(argv)
     chapters = sorted([*(ROOT / "nbs").glob("*/[0-9]*.ipynb"), *(ROOT / "spikes").glob("*/results.ipynb")])
     picked = [p for p in chapters if not args.names or any(is_named(p, name) for name in args.names)]
     if not picked:
-        sys.exit(f"no chapter begins with {', '.join(args.names)}; known: {', '.join(p.stem for p in chapters)}")
+        sys.exit(
+            f"no chapter begins with {', '.join(args.names)}; known: {', '.join(p.stem for p in chapters)}"
+        )
     shelf, failed = Shelf(ROOT), []
 
     def run_one(path: Path) -> None:
@@ -71,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{path.relative_to(ROOT)}: {run(path, shelf):.1f} s", flush=True)
         except Exception as error:
             failed.append(path)
-            print(f"{path.relative_to(ROOT)}: failed, unchanged\n{str(error)[-3000:]}", file=sys.stderr, flush=True)
+            print(
+                f"{path.relative_to(ROOT)}: failed, unchanged\n{str(error)[-3000:]}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(run_one, picked))

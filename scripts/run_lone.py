@@ -1,12 +1,13 @@
-"""Run pages as Colab and Kaggle do: a lone notebook in an empty folder, a kernel in which only the launch cell installs.
+"""Run pages as Colab and Kaggle do: a lone notebook in an empty folder, a kernel in which only the launch
+cell installs.
 
-`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names pick pages
-(`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes the network's place
-through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#| gpu` are left out, as `nbdev_test`
-leaves them out.
+`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names
+pick pages (`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes
+the network's place through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#|
+gpu` are left out, as `nbdev_test` leaves them out.
 
-Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the same launch
-cell share one, one after another. `book/lone.json` keeps what ran.
+Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
+same launch cell share one, one after another. `book/lone.json` keeps what ran.
 """
 
 import argparse
@@ -71,7 +72,9 @@ def pages(root: Path) -> list[str]:
 
 
 def picked(root: Path, names: Sequence[str]) -> list[str]:
-    found = [p for p in pages(root) if not names or any(n in (p, f"{p}.ipynb") or part_begins(p, n) for n in names)]
+    found = [
+        p for p in pages(root) if not names or any(n in (p, f"{p}.ipynb") or part_begins(p, n) for n in names)
+    ]
     if not found:
         raise SystemExit(f"no page is called {', '.join(names)}; known: {', '.join(pages(root))}")
     return found
@@ -82,7 +85,9 @@ def part_begins(page: str, name: str) -> bool:
 
 
 def prepare(page: str, root: Path) -> Job:
-    """A page as a reader opens it, without the cells that a test leaves out; its launch cell is today's template."""
+    """A page as a reader opens it, without the cells that a test leaves out; its launch cell is today's
+    template.
+    """
     path = root / f"{page}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     add_launch_cell(notebook, path, root)
@@ -99,7 +104,8 @@ def prepare(page: str, root: Path) -> Job:
     return Job(page, notebook, needs)
 
 
-# --- environments -----------------------------------------------------------------------------------------------------
+# --- environments
+# -----------------------------------------------------------------------------------------------------
 
 
 def closure(names: Sequence[str]) -> Iterator[importlib.metadata.Distribution]:
@@ -119,7 +125,9 @@ def closure(names: Sequence[str]) -> Iterator[importlib.metadata.Distribution]:
             continue
         yield found
         needs = [Requirement(r) for r in found.requires or []]
-        waiting += [canonicalize_name(r.name) for r in needs if r.marker is None or r.marker.evaluate({"extra": ""})]
+        waiting += [
+            canonicalize_name(r.name) for r in needs if r.marker is None or r.marker.evaluate({"extra": ""})
+        ]
 
 
 def tops(found: importlib.metadata.Distribution) -> set[str]:
@@ -128,7 +136,9 @@ def tops(found: importlib.metadata.Distribution) -> set[str]:
 
 
 def link_base(folder: Path) -> Path:
-    """A site-packages folder of links to what Colab preinstalls, taken from this environment: no copy, no download."""
+    """A site-packages folder of links to what Colab preinstalls, taken from this environment: no copy, no
+    download.
+    """
     site = folder / "site-packages"
     site.mkdir(parents=True)
     wanted = {found.metadata["Name"]: found for found in closure(PREINSTALLED)}
@@ -139,7 +149,8 @@ def link_base(folder: Path) -> Path:
             target = site / top
             if not target.is_symlink():
                 target.symlink_to(Path(found.locate_file(top)).resolve())
-        for file in found.files or []:  # a folder that a stranger has files in too, such as a namespace package
+        # a folder that a stranger has files in too, such as a namespace package
+        for file in found.files or []:
             source, target = Path(found.locate_file(file)), site / file
             if file.parts[0] in shared and "__pycache__" not in file.parts and source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +160,9 @@ def link_base(folder: Path) -> Path:
 
 def site_of(python: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    return Path(
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    )
 
 
 def install_base(folder: Path, python: str) -> Path:
@@ -188,12 +201,15 @@ class Environments:
         return self.made[name]
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- running
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What takes the network's place: an archive or a wheelhouse (neither: the network itself), and pip's pins."""
+    """What takes the network's place: an archive or a wheelhouse (neither: the network itself), and pip's
+    pins.
+    """
 
     archive: Path | str | None = None
     wheelhouse: Path | None = None
@@ -211,20 +227,29 @@ class Sources:
 def environment(python: Path, sources: Sources) -> dict[str, str]:
     """What the kernel sees: no trace of this checkout, and what takes the network's place."""
     kept = {k: v for k, v in os.environ.items() if k not in NEVER_INHERITED}
-    return kept | sources.variables() | {
-        "PATH": f"{python.parent}{os.pathsep}{kept['PATH']}",
-        "KAGGLE_KERNEL_RUN_TYPE": "Batch",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "PYTHONNOUSERSITE": "1",
-        "IPYTHONDIR": str(python.parent.parent / "ipython"),
-    }
+    return (
+        kept
+        | sources.variables()
+        | {
+            "PATH": f"{python.parent}{os.pathsep}{kept['PATH']}",
+            "KAGGLE_KERNEL_RUN_TYPE": "Batch",
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "PYTHONNOUSERSITE": "1",
+            "IPYTHONDIR": str(python.parent.parent / "ipython"),
+        }
+    )
 
 
 def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
     """One line about a page that did not run to its end."""
     if isinstance(error, CellExecutionError):
         number = next(
-            (i for i, c in enumerate(notebook.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), -1
+            (
+                i
+                for i, c in enumerate(notebook.cells)
+                if any(o.output_type == "error" for o in c.get("outputs", []))
+            ),
+            -1,
         )
         words = ANSI.sub("", f"{error.ename}: {error.evalue}").strip().splitlines()
         line = re.search(r"^-+> \d+ (.+)$", ANSI.sub("", str(error)), re.MULTILINE)
@@ -282,7 +307,9 @@ class Queue:
         with self.lock:
             if not self.jobs:
                 return None
-            sizes = {needs: sum(j.needs == needs for j in self.jobs) for needs in {j.needs for j in self.jobs}}
+            sizes = {
+                needs: sum(j.needs == needs for j in self.jobs) for needs in {j.needs for j in self.jobs}
+            }
             best = min(sizes, key=lambda n: (n not in mine, self.taken.get(n, 0), -sizes[n], n))
             if best not in mine:
                 self.taken[best] = self.taken.get(best, 0) + 1
@@ -325,20 +352,32 @@ def report(results: Sequence[Result], chapters: Sequence[str], python: str) -> d
         "python": python,
         "chapters": list(chapters),
         "ran": [p for p in chapters if p in done and not done[p].reason],
-        "failed": {p: done[p].reason if p in done else "was not reached" for p in chapters if p not in done or done[p].reason},
+        "failed": {
+            p: done[p].reason if p in done else "was not reached"
+            for p in chapters
+            if p not in done or done[p].reason
+        },
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="beginnings of file or folder names; without any, every page")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", help="beginnings of file or folder names; without any, every page"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to take pages and archive from")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
     parser.add_argument("--workers", type=int, default=2, help="pages at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a cell may take")
     parser.add_argument("--envs", type=Path, help="keep environments here (of other Pythons: about 5 GB)")
-    parser.add_argument("--wheelhouse", type=Path, help="a folder of `composer-nb wheelhouse` in place of the archive")
-    parser.add_argument("--out", type=Path, help="where the result goes; book/lone.json when every page ran here")
+    parser.add_argument(
+        "--wheelhouse", type=Path, help="a folder of `composer-nb wheelhouse` in place of the archive"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the result goes; book/lone.json when every page ran here"
+    )
     args = parser.parse_args(argv)
     root, started = args.root.resolve(), time.monotonic()
     chapters = picked(root, args.names)
@@ -357,12 +396,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         envs = Environments(folder, sys.executable if own else args.python, base)
         results = run_all(jobs, envs, sources, Path(temporary) / "pages", args.workers, args.limit)
     code = "import platform; print(platform.python_version())"
-    python = subprocess.run([args.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    python = subprocess.run(
+        [args.python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     found = report(results, chapters, python)
-    out = args.out or (root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None)
+    out = args.out or (
+        root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None
+    )
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found['ran'])} of {len(chapters)} pages ran on Python {python} in {time.monotonic() - started:.0f} s")
+    print(
+        f"{len(found['ran'])} of {len(chapters)} pages ran on Python {python} in {time.monotonic() - started:.0f} s"
+    )
     for page, reason in found["failed"].items():
         print(f"  {page}: {reason}", file=sys.stderr)
     return int(bool(found["failed"]))

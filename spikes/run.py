@@ -1,8 +1,9 @@
 """Run spikes through papermill: `python spikes/run.py 006_real_model_cpu --run cold -p steps=15`.
 
-A run in spikes/<slug>/runs/<run> is evidence: it needs a clean tree and a committed plan.md, and is never overwritten.
-`--scratch`, `--smoke` and `--out` run without that, and without a verdict. Several values of a parameter are a sweep,
-`--queue FILE` works through a list, `--resume` goes on where a killed run, sweep or list stopped.
+A run in spikes/<slug>/runs/<run> is evidence: it needs a clean tree and a committed plan.md, and is never
+overwritten. `--scratch`, `--smoke` and `--out` run without that, and without a verdict. Several values of
+a parameter are a sweep, `--queue FILE` works through a list, `--resume` goes on where a killed run, sweep
+or list stopped.
 
 Notebooks never import this file: on Colab a spike runs without it.
 """
@@ -95,7 +96,8 @@ class SpikeError(Exception):
     """Anything a user can put right; shown without a traceback."""
 
 
-# --- parameters ---------------------------------------------------------------------------------------------------
+# --- parameters
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def load_spike(path: Path) -> nbformat.NotebookNode:
 def inspect_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
     """Read the cell tagged `parameters`.
 
-    Python's own parser is used: `papermill.inspect_notebook` drops a line whose comment contains an equals sign.
+    Python's own parser is used: `papermill.inspect_notebook` drops a line whose comment contains an
+    equals sign.
     """
     cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
     if len(cells) != 1:
@@ -214,7 +217,8 @@ def check_type(parameter: Parameter, value: Any) -> None:
 
 
 def resolve_parameters(known: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check `given` against the notebook's own parameters; text is parsed, other values are taken as they are.
+    """Check `given` against the notebook's own parameters; text is parsed, other values are taken as they
+    are.
 
     Raises `SpikeError` for an unknown name, a contradicting type, or anything that looks like a secret.
     """
@@ -243,8 +247,9 @@ def resolve_parameters(known: Mapping[str, Parameter], given: Mapping[str, Any])
 def sweep(known: Mapping[str, Parameter], given: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     """One dictionary per combination of values, in the order given.
 
-    `seed=0,1,2` gives three values to a number or truth value; text and lists may hold commas, so for them the
-    parameter is repeated: `-p teacher=live -p teacher=frozen`. Raises `SpikeError` for a value given twice.
+    `seed=0,1,2` gives three values to a number or truth value; text and lists may hold commas, so for
+    them the parameter is repeated: `-p teacher=live -p teacher=frozen`. Raises `SpikeError` for a value
+    given twice.
     """
     values: dict[str, list[str]] = {}
     for name, text in given:
@@ -279,7 +284,8 @@ def refuse_missing_device(known: Mapping[str, Parameter], parameters: Mapping[st
         raise SpikeError(f"device={device!r}: {have} here; use -p device=cpu, or a machine with a GPU")
 
 
-# --- what a run leaves behind -------------------------------------------------------------------------------------
+# --- what a run leaves behind
+# -------------------------------------------------------------------------------------
 
 
 def machine_paths(root: Path = ROOT) -> list[tuple[re.Pattern[str], str]]:
@@ -325,7 +331,8 @@ def scrub(value: Any, patterns: Sequence[tuple[re.Pattern[str], str]]) -> Any:
 
 
 def scrub_notebook(path: Path, destination: str, source: str, root: Path = ROOT) -> None:
-    """Rewrite an executed notebook in place without machine paths in outputs, injected parameters or metadata.
+    """Rewrite an executed notebook in place without machine paths in outputs, injected parameters or
+    metadata.
 
     `source` and `destination` are the paths its metadata names, relative to `root`.
     """
@@ -447,7 +454,8 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     return "\n".join([head, *body, f"  verdict: {metrics['verdict']} · {metrics['wall_s']:.1f} s"])
 
 
-# --- running ------------------------------------------------------------------------------------------------------
+# --- running
+# ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -570,8 +578,9 @@ def execute(
 ) -> dict[str, Any]:
     """Execute one job; returns its metrics.
 
-    A failed run leaves `spike.failed.ipynb` and no new `spike.ipynb`; a killed one the cells that had finished, and
-    whatever the spike keeps under `checkpoints/`; a finished one has `spike.ipynb` in one step. Raises `SpikeError`.
+    A failed run leaves `spike.failed.ipynb` and no new `spike.ipynb`; a killed one the cells that had
+    finished, and whatever the spike keeps under `checkpoints/`; a finished one has `spike.ipynb` in one
+    step. Raises `SpikeError`.
     """
     if job.resume and (job.out / RUNNING).is_file() and (job.out / "metrics.json").is_file():
         os.replace(
@@ -641,7 +650,9 @@ def _begin(prepared: Prepared, failed: Path) -> int:
 
 
 def finish_metrics(prepared: Prepared, attempts: int = 1) -> dict[str, Any]:
-    """Read what the notebook wrote, hold it to the rules and add what only the runner knows. Raises `SpikeError`."""
+    """Read what the notebook wrote, hold it to the rules and add what only the runner knows. Raises
+    `SpikeError`.
+    """
     path = prepared.job.out / "metrics.json"
     metrics = load_metrics(path)
     notes = [*metrics["notes"]] if isinstance(metrics.get("notes"), list) else [str(metrics.get("notes", ""))]
@@ -714,7 +725,8 @@ def run_jobs(jobs: Sequence[Job], *, root: Path = ROOT, **options: Any) -> list[
     return failures
 
 
-# --- what was asked -----------------------------------------------------------------------------------------------
+# --- what was asked
+# -----------------------------------------------------------------------------------------------
 
 
 def parse_assignment(text: str) -> tuple[str, str]:
@@ -889,7 +901,9 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
 
 
 def jobs_of(args: argparse.Namespace, root: Path) -> list[Job]:
-    """All runs that a command line asks for, checked as far as possible without running. Raises `SpikeError`."""
+    """All runs that a command line asks for, checked as far as possible without running. Raises
+    `SpikeError`.
+    """
     refuse_contradictions(args)
     if args.queue is not None:
         return read_queue(args.queue, root)

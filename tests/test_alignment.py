@@ -1,7 +1,7 @@
 """200 real rollouts of one to three turns, under every chat template that TRL bundles, padded on both sides.
 
-The tokens that student and teacher are compared on are decoded from both tensors and must be the same text, the very
-turn that the model sampled.
+The tokens that student and teacher are compared on are decoded from both tensors and must be the same
+text, the very turn that the model sampled.
 """
 
 import random
@@ -54,8 +54,12 @@ def as_parts(messages: list[dict]) -> list[dict]:
     return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
 
-def rollout_under(tokenizer, template: str, messages: list[dict], turns: list[list[int]], site: int) -> Rollout:
-    """The conversation as token ids: rendered context, sampled turn, what the template writes in between, and so on."""
+def rollout_under(
+    tokenizer, template: str, messages: list[dict], turns: list[list[int]], site: int
+) -> Rollout:
+    """The conversation as token ids: rendered context, sampled turn, what the template writes in between,
+    and so on.
+    """
     ids, sampled, said = [], [], ""
     for number, turn in enumerate(turns):
         text = render(tokenizer, messages[: 2 * number + 1], chat_template=template)
@@ -69,16 +73,18 @@ def rollout_under(tokenizer, template: str, messages: list[dict], turns: list[li
         ids, sampled = ids + turn, sampled + [1] * len(turn)
         said = text + tokenizer.decode(turn)
         if number == site:
-            return Rollout(
-                ids, sampled, hint=HINT, site=site_in_ids, site_context=messages[: 2 * number + 1]
-            )
+            return Rollout(ids, sampled, hint=HINT, site=site_in_ids, site_context=messages[: 2 * number + 1])
     raise AssertionError("site is one of the turns")
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
 def test_compared_tokens_are_the_sampled_turn_on_both_sides(path):
-    tokenizer = load_model()[1] if not hasattr(test_compared_tokens_are_the_sampled_turn_on_both_sides, "tok") else None
+    tokenizer = (
+        load_model()[1]
+        if not hasattr(test_compared_tokens_are_the_sampled_turn_on_both_sides, "tok")
+        else None
+    )
     tokenizer = getattr(test_compared_tokens_are_the_sampled_turn_on_both_sides, "tok", tokenizer)
     test_compared_tokens_are_the_sampled_turn_on_both_sides.tok = tokenizer
     template = path.read_text()
@@ -105,7 +111,9 @@ def test_compared_tokens_are_the_sampled_turn_on_both_sides(path):
             for row, rollout in enumerate(chunk):
                 columns = batch["sdpo_loss_mask"][row]
                 student = batch["input_ids"][row, batch["student_response_idx"][row, columns]].tolist()
-                teacher = batch["ctx_teacher_input_ids"][row, batch["teacher_response_idx"][row, columns]].tolist()
+                teacher = batch["ctx_teacher_input_ids"][
+                    row, batch["teacher_response_idx"][row, columns]
+                ].tolist()
                 begin, end = rollout.site_span
                 assert student == list(rollout.ids[begin:end])
                 assert tokenizer.decode(student) == tokenizer.decode(teacher)
@@ -138,7 +146,9 @@ def test_a_first_turn_is_the_rendering_of_the_hinted_messages():
     _, tokenizer = load_model()
     conversations, _ = sampled_conversations()
     for messages in conversations[:50]:
-        ids = hinted_context_ids(tokenizer, messages[:1], HINT, encode(tokenizer, render(tokenizer, messages[:1])))
+        ids = hinted_context_ids(
+            tokenizer, messages[:1], HINT, encode(tokenizer, render(tokenizer, messages[:1]))
+        )
         assert ids == encode(tokenizer, render(tokenizer, insert_hint(messages[:1], HINT)))
 
 
@@ -146,7 +156,10 @@ def test_a_first_turn_is_the_rendering_of_the_hinted_messages():
 def test_one_position_off_is_caught():
     _, tokenizer = load_model()
     conversations, all_turns = sampled_conversations()
-    rollouts = [rollout_under(tokenizer, tokenizer.chat_template, c, t, 0) for c, t in zip(conversations[:8], all_turns[:8], strict=True)]
+    rollouts = [
+        rollout_under(tokenizer, tokenizer.chat_template, c, t, 0)
+        for c, t in zip(conversations[:8], all_turns[:8], strict=True)
+    ]
     batch = ComposerDataCollator(tokenizer)(rollouts)
     for name in ("teacher_response_idx", "student_response_idx"):
         with pytest.raises(AlignmentError):
@@ -162,7 +175,9 @@ def test_wrong_rollouts_are_named():
     with pytest.raises(ValueError, match="site_context"):
         Rollout([1, 2], [0, 1], hint="x")
     with pytest.raises(ValueError, match="sampled turns"):
-        align(tokenizer, Rollout(prompt + [5], [0] * len(prompt) + [1], hint=HINT, site=3, site_context=context))
+        align(
+            tokenizer, Rollout(prompt + [5], [0] * len(prompt) + [1], hint=HINT, site=3, site_context=context)
+        )
     with pytest.raises(ValueError, match="max_length"):
         ComposerDataCollator(tokenizer, max_length=4)([Rollout(prompt, [0] * len(prompt))])
     with pytest.raises(ValueError, match="nothing to collate"):

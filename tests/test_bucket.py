@@ -349,7 +349,9 @@ def test_a_lost_answer_does_not_win_a_lost_race(s3_options, s3_client):  # noqa:
 
 
 def test_a_refusal_in_other_words(s3_options, s3_client):  # noqa: F811
-    """Some servers answer 412 without saying which condition failed, which s3fs does not take for FileExistsError."""
+    """Some servers answer 412 without saying which condition failed, which s3fs does not take for
+    FileExistsError.
+    """
     key, (going, limits) = uuid.uuid4().hex, through(s3_options, "PUT", [(412, "PreconditionFailed")])
     s3_client.put_if_absent(key, b"theirs")
     with going as (server, options):

@@ -1,4 +1,6 @@
-"""What must hold when a teacher scales advantages or gates a distillation loss: signs, limits, inertness, no gradient."""
+"""What must hold when a teacher scales advantages or gates a distillation loss: signs, limits, inertness, no
+gradient.
+"""
 
 import math
 
@@ -40,7 +42,8 @@ class Batch:
         return rlsd_advantages(given_, self.teacher, self.old, self.mask, **knobs)
 
 
-# --- RLSD: the size, never the direction --------------------------------------------------------------------------
+# --- RLSD: the size, never the direction
+# --------------------------------------------------------------------------
 
 
 @relaxed
@@ -58,10 +61,13 @@ def test_the_sign_never_changes_and_the_factor_keeps_its_limits(seed, clip, mix,
 @relaxed
 @given(seeds)
 def test_praise_grows_and_blame_shrinks_with_what_the_teacher_likes(seed):
-    gaps = torch.randn(1, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).sort().values
+    gaps = (
+        torch.randn(1, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).sort().values
+    )
     zeros, ones = torch.zeros(1, 30, dtype=torch.float64), torch.ones(1, 30)
     praise, blame = (
-        rlsd_advantages(torch.tensor([a]).double(), gaps, zeros, ones, clip=0.9, mix=1.0)[0] for a in (1.0, -1.0)
+        rlsd_advantages(torch.tensor([a]).double(), gaps, zeros, ones, clip=0.9, mix=1.0)[0]
+        for a in (1.0, -1.0)
     )
     assert (praise.diff() >= 0).all() and (blame.abs().diff() <= 0).all()
     assert praise[-1] > praise[0] and blame.abs()[-1] < blame.abs()[0]
@@ -155,8 +161,10 @@ def test_advantages_and_weights_carry_no_gradient():
 
 
 def test_sixteen_bit_inputs_are_widened_before_the_difference():
-    old, teacher = torch.tensor([[-2.0, -0.76953125]]), torch.tensor([[-2.125, -0.09912109375]])  # exact in bf16
-    assert (teacher.bfloat16() - old.bfloat16()).float()[0, 1] != teacher[0, 1] - old[0, 1]  # their difference is not
+    # exact in bf16
+    old, teacher = torch.tensor([[-2.0, -0.76953125]]), torch.tensor([[-2.125, -0.09912109375]])
+    # their difference is not
+    assert (teacher.bfloat16() - old.bfloat16()).float()[0, 1] != teacher[0, 1] - old[0, 1]
     ones, advantages = torch.ones(1, 2), torch.tensor([0.7])
     exact = rlsd_advantages(advantages.bfloat16().float(), teacher, old, ones)
     half = rlsd_advantages(advantages.bfloat16(), teacher.bfloat16(), old.bfloat16(), ones)
@@ -174,14 +182,18 @@ def test_the_result_has_the_precision_of_the_advantages(dtype):
 
 
 def test_one_token_and_no_token():
-    one = rlsd_advantages(torch.tensor([1.0]), torch.tensor([[-1.0]]), torch.tensor([[-9.0]]), torch.ones(1, 1))
+    one = rlsd_advantages(
+        torch.tensor([1.0]), torch.tensor([[-1.0]]), torch.tensor([[-9.0]]), torch.ones(1, 1)
+    )
     torch.testing.assert_close(one, torch.tensor([[1.1]]))
     empty = torch.zeros(2, 0)
     assert rlsd_advantages(torch.ones(2), empty, empty, empty).shape == (2, 0)
     assert sdar_gate(empty, empty).shape == (2, 0)
 
 
-@pytest.mark.parametrize("knob", [{"clip": 1.0}, {"clip": -0.1}, {"mix": 1.1}, {"mix": -0.1}, {"mix": float("nan")}])
+@pytest.mark.parametrize(
+    "knob", [{"clip": 1.0}, {"clip": -0.1}, {"mix": 1.1}, {"mix": -0.1}, {"mix": float("nan")}]
+)
 def test_knobs_that_could_turn_a_sign_are_refused(knob):
     with pytest.raises(ValueError, match="need 0 <= clip < 1"):
         Batch(0).scaled(**knob)
@@ -198,7 +210,8 @@ def test_shapes_that_do_not_fit_are_refused():
         sdar_gate(batch.old[:, :3], batch.teacher)
 
 
-# --- the schedule ---------------------------------------------------------------------------------------------------
+# --- the schedule
+# ---------------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -217,14 +230,16 @@ def test_no_decay_and_negative_counts():
             rlsd_mix(step, decay_steps=steps)
 
 
-# --- SDAR's gate ----------------------------------------------------------------------------------------------------
+# --- SDAR's gate
+# ----------------------------------------------------------------------------------------------------
 
 
 @relaxed
 @given(seeds, st.floats(0.1, 8))
 def test_the_gate_lies_between_zero_and_one_and_rises_with_the_gap(seed, gate_beta):
     draw = torch.randn(1, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    gaps = 3 * draw.tanh().sort().values  # beyond about 36 / gate_beta nats a double cannot tell the gate from one
+    # beyond about 36 / gate_beta nats a double cannot tell the gate from one
+    gaps = 3 * draw.tanh().sort().values
     student = torch.full((1, 30), -2.0, dtype=torch.float64)
     gate = sdar_gate(student, student + gaps, gate_beta=gate_beta)
     assert ((gate > 0) & (gate < 1)).all() and (gate.diff() > 0).all()
@@ -236,7 +251,9 @@ def test_the_gate_by_hand():
     third = math.log(3) / 5  # sigmoid(ln 3) is three quarters
     gate = sdar_gate(torch.zeros(1, 3), torch.tensor([[third, 0.0, -third]]))
     torch.testing.assert_close(gate, torch.tensor([[0.75, 0.5, 0.25]]))
-    assert torch.equal(sdar_gate(torch.zeros(1, 2), torch.tensor([[9.0, -9.0]]), gate_beta=0.0), torch.full((1, 2), 0.5))
+    assert torch.equal(
+        sdar_gate(torch.zeros(1, 2), torch.tensor([[9.0, -9.0]]), gate_beta=0.0), torch.full((1, 2), 0.5)
+    )
     for wrong in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"gate_beta is {wrong}"):
             sdar_gate(torch.zeros(1, 1), torch.zeros(1, 1), gate_beta=wrong)
@@ -264,7 +281,8 @@ def test_a_gated_divergence_is_the_weighted_sum_and_ignores_padding(seed, beta, 
     torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)
 
 
-# --- SC-SDPO's weight -----------------------------------------------------------------------------------------------
+# --- SC-SDPO's weight
+# -----------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -274,7 +292,9 @@ def test_the_weight_is_the_deviation_of_a_pass_and_grpo_agrees(passes):
     weight = question_weight(rewards, 6)
     for i, k in enumerate(passes):
         group = slice(6 * i, 6 * i + 6)
-        assert weight[group].tolist() == pytest.approx([rewards[group].std(unbiased=False).item()] * 6, abs=1e-12)
+        assert weight[group].tolist() == pytest.approx(
+            [rewards[group].std(unbiased=False).item()] * 6, abs=1e-12
+        )
         assert (weight[group] == 0).all() == (k in (0, 6))
     size = group_advantages(rewards, 6).abs().view(-1, 6).mean(1)
     torch.testing.assert_close(size, 2 * weight.view(-1, 6)[:, 0] * math.sqrt(5 / 6), atol=1e-3, rtol=0)

@@ -1,4 +1,6 @@
-"""What the dials must do: count what they say they count, ignore what they say they ignore, and speak at the threshold."""
+"""What the dials must do: count what they say they count, ignore what they say they ignore, and speak at the
+threshold.
+"""
 
 import math
 
@@ -30,24 +32,37 @@ CALL = '{"name": "search", "arguments": {"query": "class Parser"}}'
 LEAK = "There is no tool grep_search here, so: " + CALL
 
 
-# --- hint leak ------------------------------------------------------------------------------------------------------
+# --- hint leak
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_leaks_are_counted_by_hand():
     rate = hint_leak_rate(["one two three four five"], ["one two three four and two three four five"])
     assert rate == 2 / 6
     assert hint_leak_rate(["one two three four"], ["one two three four one two three four"]) == 2 / 5
-    assert hint_leak_rate(["b c"], ["a b c d"], n=2) == 1 / 3 and hint_leak_rate(["b c"], ["a b c d"], n=1) == 1 / 2
+    assert (
+        hint_leak_rate(["b c"], ["a b c d"], n=2) == 1 / 3
+        and hint_leak_rate(["b c"], ["a b c d"], n=1) == 1 / 2
+    )
 
 
 def test_what_the_context_holds_is_no_leak():
     naming = "Use read_file(path), search(query)."
-    assert hint_leak_rate([HINT], [naming]) > 0.5 and hint_leak_rate([HINT], [naming], contexts=[CONTEXT]) == 0
-    assert hint_leak_rate([HINT], [CALL], contexts=[CONTEXT]) == 0 < hint_leak_rate([HINT], [LEAK], contexts=[CONTEXT])
+    assert (
+        hint_leak_rate([HINT], [naming]) > 0.5 and hint_leak_rate([HINT], [naming], contexts=[CONTEXT]) == 0
+    )
+    assert (
+        hint_leak_rate([HINT], [CALL], contexts=[CONTEXT])
+        == 0
+        < hint_leak_rate([HINT], [LEAK], contexts=[CONTEXT])
+    )
 
 
 def test_each_completion_is_read_against_its_own_hint_and_context():
-    hints, completions = ["one two three four", "five six seven eight"], ["five six seven eight", "one two three four"]
+    hints, completions = (
+        ["one two three four", "five six seven eight"],
+        ["five six seven eight", "one two three four"],
+    )
     assert hint_leak_rate(hints, completions) == 0 and hint_leak_rate(hints, completions[::-1]) == 1
     contexts = ["", "five six seven eight"]
     assert hint_leak_rate(hints, completions[::-1], contexts=contexts) == 1  # the second pair cannot leak
@@ -77,7 +92,9 @@ def test_brackets_and_quotes_alone_are_no_evidence():
     assert hint_leak_rate(['say {"x": "y"}}}} now'], ['y"}}}']) == 1
 
 
-@pytest.mark.parametrize("texts", [([], []), ([""], [LEAK]), ([HINT], [""]), ([HINT], ["Yes, it is"]), (["?!?!?!"], ["?!?!?!"])])
+@pytest.mark.parametrize(
+    "texts", [([], []), ([""], [LEAK]), ([HINT], [""]), ([HINT], ["Yes, it is"]), (["?!?!?!"], ["?!?!?!"])]
+)
 def test_nothing_to_score_is_zero(texts):
     assert hint_leak_rate(*texts) == 0.0
 
@@ -104,7 +121,8 @@ def test_columns_that_do_not_fit_are_refused():
             call()
 
 
-# --- hesitation -----------------------------------------------------------------------------------------------------
+# --- hesitation
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_hesitation_is_counted_per_hundred_words():
@@ -116,7 +134,11 @@ def test_hesitation_is_counted_per_hundred_words():
 def test_every_listed_phrase_is_found_once_in_any_case(phrase):
     neutral = "the tool reads one file then stops"
     size = len(f"{neutral} {neutral}".split()) + len(diagnostics.re.findall(r"\w+", phrase))
-    for text in (f"{neutral} {phrase} {neutral}", f"{neutral}, {phrase.upper()}. {neutral}", f"{neutral}\n{phrase}\n{neutral}"):
+    for text in (
+        f"{neutral} {phrase} {neutral}",
+        f"{neutral}, {phrase.upper()}. {neutral}",
+        f"{neutral}\n{phrase}\n{neutral}",
+    ):
         assert hesitation_rate([text]) == pytest.approx(100 / size)
 
 
@@ -127,7 +149,8 @@ def test_words_inside_words_do_not_count():
 def test_a_phrase_does_not_cross_punctuation_or_a_completion_and_is_counted_once():
     assert hesitation_rate(["let me. check", "Let me,", "check"]) == 0
     assert hesitation_rate(["a b let me check"], ["check", "let me check", "me check"]) == 20.0
-    assert hesitation_rate(["a b let me check"], ["let me", "check", "let me check"]) == 20.0  # the longest wins
+    # the longest wins
+    assert hesitation_rate(["a b let me check"], ["let me", "check", "let me check"]) == 20.0
     assert hesitation_rate(["wait wait wait"]) == 100.0
     assert hesitation_rate(["c++ is c"], ["c++"]) == pytest.approx(100 / 3)
 
@@ -140,7 +163,8 @@ def test_own_words_and_empty_texts():
             hesitation_rate(["wait"], wrong)
 
 
-# --- gradients ------------------------------------------------------------------------------------------------------
+# --- gradients
+# ------------------------------------------------------------------------------------------------------
 
 
 def gradients(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -194,7 +218,11 @@ def test_a_gradient_that_is_not_finite_gives_nan_wherever_it_stands(poison):
     for i in range(2):
         bad = [torch.ones(2), torch.ones(3)]
         bad[i][1] = poison
-        for pair in ((bad, [torch.ones(2), torch.ones(3)]), ([None, None], bad), (bad, [torch.zeros(2), None])):
+        for pair in (
+            (bad, [torch.ones(2), torch.ones(3)]),
+            ([None, None], bad),
+            (bad, [torch.zeros(2), None]),
+        ):
             assert math.isnan(gradient_cosine(*pair)) and math.isnan(gradient_cosine(*pair[::-1]))
 
 
@@ -212,11 +240,16 @@ def test_mixed_precisions_and_leaves_that_require_grad():
     assert gradient_cosine(a, [torch.tensor([2.0, -1.0], dtype=torch.float64)]) == 0.0
 
 
-# --- shares and lengths ---------------------------------------------------------------------------------------------
+# --- shares and lengths
+# ---------------------------------------------------------------------------------------------
 
 
 def test_shares():
-    assert scored_share({"policy": 8, "sdpo": 2, "replay": 0}, 8) == {"policy": 1.0, "sdpo": 0.25, "replay": 0.0}
+    assert scored_share({"policy": 8, "sdpo": 2, "replay": 0}, 8) == {
+        "policy": 1.0,
+        "sdpo": 0.25,
+        "replay": 0.0,
+    }
     assert scored_share({"sdpo": 0}, 0) == {"sdpo": 0.0} and scored_share({}, 5) == {}
     for count, total in ((9, 8), (-1, 8), (1, 0)):
         with pytest.raises(ValueError, match=f"sdpo scored {count} of {total}"):
@@ -237,7 +270,8 @@ def test_lengths_of_nothing():
         length_stats(torch.ones(4))
 
 
-# --- warnings -------------------------------------------------------------------------------------------------------
+# --- warnings
+# -------------------------------------------------------------------------------------------------------
 
 FALLING = ("entropy", "completion_length", "hesitation_rate")
 
@@ -251,9 +285,9 @@ def test_a_series_that_falls_below_a_third_is_named_with_its_numbers(name):
 
 
 def test_leak_and_cosine_speak_beyond_their_limits_only():
-    assert collapse_warnings({"hint_leak_rate": [0.05] * 5, "cosine/sdpo": [-0.25] * 5, "cosine/replay": [-0.19] * 5}) == [
-        f"cosine/sdpo is -0.25 over the last 5 values, below -0.2: {diagnostics._REMEDY['cosine/']}"
-    ]
+    assert collapse_warnings(
+        {"hint_leak_rate": [0.05] * 5, "cosine/sdpo": [-0.25] * 5, "cosine/replay": [-0.19] * 5}
+    ) == [f"cosine/sdpo is -0.25 over the last 5 values, below -0.2: {diagnostics._REMEDY['cosine/']}"]
     (leak,) = collapse_warnings({"hint_leak_rate": [0.0] * 20 + [0.06] * 5})
     assert leak.startswith("hint_leak_rate is 0.06 over the last 5 values, above 0.05: ")
 
@@ -268,7 +302,11 @@ def test_only_the_last_five_count_for_now_and_the_first_five_for_start():
 
 def test_short_series_say_nothing():
     for name in FALLING:
-        assert collapse_warnings({name: [3.0] * 5 + [0.0] * 4}) == [] != collapse_warnings({name: [3.0] * 5 + [0.0] * 5})
+        assert (
+            collapse_warnings({name: [3.0] * 5 + [0.0] * 4})
+            == []
+            != collapse_warnings({name: [3.0] * 5 + [0.0] * 5})
+        )
     for name, value in (("hint_leak_rate", 0.9), ("cosine/sdpo", -0.9)):
         assert collapse_warnings({name: [value] * 4}) == [] != collapse_warnings({name: [value] * 5})
     assert collapse_warnings({}) == collapse_warnings({"entropy": []}) == []
@@ -276,7 +314,12 @@ def test_short_series_say_nothing():
 
 def test_series_that_start_at_zero_cannot_fall_and_others_are_ignored():
     assert collapse_warnings({name: [0.0] * 10 for name in FALLING}) == []
-    assert collapse_warnings({"reward": [3.0] * 5 + [0.0] * 5, "cosine": [3.0] * 5 + [-1.0] * 5, "Entropy": [nan] * 5}) == []
+    assert (
+        collapse_warnings(
+            {"reward": [3.0] * 5 + [0.0] * 5, "cosine": [3.0] * 5 + [-1.0] * 5, "Entropy": [nan] * 5}
+        )
+        == []
+    )
 
 
 def test_missing_values_are_left_out_but_silence_is_noticed():

@@ -1,4 +1,6 @@
-"""Three real processes; one is killed, one is stopped, one is slow, all at random; what is left of the time is spent learning."""
+"""Three real processes; one is killed, one is stopped, one is slow, all at random; what is left of the time
+is spent learning.
+"""
 
 import os
 import random
@@ -18,7 +20,15 @@ class Life:
 
     def __init__(self, folder, rank):
         self.folder, self.rank, self.pauses = folder, rank, []
-        self.process = launch(folder, rank, DELAYS[rank], compression="int8", lease_s=2 * LEASE, grace_s=LEASE / 2, snapshot_every=4)
+        self.process = launch(
+            folder,
+            rank,
+            DELAYS[rank],
+            compression="int8",
+            lease_s=2 * LEASE,
+            grace_s=LEASE / 2,
+            snapshot_every=4,
+        )
 
     def steps(self) -> list[float]:
         return numbers(self.folder, self.process, self.rank)
@@ -82,4 +92,6 @@ def test_chaos(tmp_path, processes, seed):
     rounds = [newest(tmp_path, life.process, life.rank) for life in now]
     assert min(rounds) >= 8, rounds
     assert len({(result["params"], result["outer"], result["round"]) for result in results.values()}) == 1
-    assert all(result["included"] > 0 for result in results.values()), "each had a part in some round since it came back"
+    assert all(result["included"] > 0 for result in results.values()), (
+        "each had a part in some round since it came back"
+    )

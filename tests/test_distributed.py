@@ -11,7 +11,7 @@ import torch
 
 TESTS = Path(__file__).resolve().parent
 
-WORKER = '''
+WORKER = """
 import sys
 sys.path.insert(0, {tests!r})
 import torch
@@ -31,7 +31,7 @@ trainer.optimizer.step = keep
 trainer.train()
 if trainer.accelerator.is_main_process:
     torch.save({{k: v for row in trainer.state.log_history for k, v in row.items() if "/" in k}}, out + "/log.pt")
-'''
+"""
 
 
 def free_port() -> int:
@@ -44,12 +44,21 @@ def run(folder: Path, world: int, size: int, pairs: int, measure: int) -> tuple[
     folder.mkdir()
     script = folder / "worker.py"
     script.write_text(WORKER.format(tests=str(TESTS)))
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     command = [sys.executable, str(script), str(folder), str(size), str(pairs), str(measure)]
     started = []
     for rank in range(world):
         where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} if world > 1 else {}
-        started.append(subprocess.Popen(command, env=shared | where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        started.append(
+            subprocess.Popen(
+                command, env=shared | where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     outputs = [process.communicate(timeout=240)[0] for process in started]
     assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in outputs)
     gradients = torch.load(folder / "gradients.pt", weights_only=True)

@@ -1,4 +1,6 @@
-"""Evidence that cannot drift: runs in a small git repository, through the runner's command line and the checks."""
+"""Evidence that cannot drift: runs in a small git repository, through the runner's command line and the
+checks.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ def commit(root: Path, message: str = "a change") -> str:
 
 
 def make_repository(root: Path, *, plan: bool = True) -> Path:
-    """A checkout with the part of the package that a stamp needs, one spike and its plan; returns the spike's folder."""
+    """A checkout with the part of the package that a stamp needs, one spike and its plan; returns the
+    spike's folder.
+    """
     package = root / "composer_nb"
     package.mkdir(parents=True)
     for name in ("__init__.py", "files.py", "results.py"):
@@ -97,7 +101,9 @@ def change(folder: Path, **fields: object) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository whose spike has run once, as run `a`; the run is committed. Copied by the tests that change it."""
+    """A repository whose spike has run once, as run `a`; the run is committed. Copied by the tests that
+    change it.
+    """
     root = tmp_path_factory.mktemp("finished")
     make_repository(root)
     done = execute(root, SLUG, "--run", "a")

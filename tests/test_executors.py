@@ -1,4 +1,6 @@
-"""A replica started from any form of entrypoint fails, hangs and dies in the open, and leaves no process behind."""
+"""A replica started from any form of entrypoint fails, hangs and dies in the open, and leaves no process
+behind.
+"""
 
 import json
 import os
@@ -251,11 +253,19 @@ def test_all_or_none_start(folder):
 
 
 def test_failures_surface_with_the_log(executor):
-    ways = [("prog:fail", ["boom"], 1, "ValueError: boom"), ("prog:leave", ["exit"], 7, "exit code 7"),
-            ("prog:leave", ["words"], 1, "no data"), ("prog:leave", ["os"], 0, "left without returning"),
-            ("prog:leave", ["set"], 1, "set is not JSON"), ("prog:leave", ["kill"], -9, "SIGKILL"),
-            ("prog:absent", [], 1, "no attribute 'absent'"), ("nowhere.at.all", [], 1, "No module named"),
-            ("prog:add", {"z": 1}, 1, "unexpected keyword"), ("prog:noisy", [], 1, "after a hundred")]  # fmt: skip
+    ways = [
+        ("prog:fail", ["boom"], 1, "ValueError: boom"),
+        ("prog:leave", ["exit"], 7, "exit code 7"),
+        ("prog:leave", ["words"], 1, "no data"),
+        ("prog:leave", ["os"], 0, "left without returning"),
+        ("prog:leave", ["set"], 1, "set is not JSON"),
+        ("prog:leave", ["kill"], -9, "SIGKILL"),
+        ("prog:absent", [], 1, "no attribute 'absent'"),
+        ("nowhere.at.all", [], 1, "No module named"),
+        # fmt: skip
+        ("prog:add", {"z": 1}, 1, "unexpected keyword"),
+        ("prog:noisy", [], 1, "after a hundred"),
+    ]
     handles = [executor.launch_replicas(1, entrypoint, args)[0] for entrypoint, args, *_ in ways]
     results = executor.collect(handles, timeout=20)
     for (entrypoint, args, code, words), result in zip(ways, results):

@@ -1,4 +1,6 @@
-"""Channel 2 from hidden states equals the model's own logits through the reference, for families whose heads differ."""
+"""Channel 2 from hidden states equals the model's own logits through the reference, for families whose heads
+differ.
+"""
 
 import warnings
 
@@ -15,7 +17,9 @@ SMALL = dict(
     vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1, mlp_only_layers=[])
+MOE = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1, mlp_only_layers=[]
+)
 FAMILIES = {
     "llama": dict(tie_word_embeddings=True), "qwen2": {}, "qwen3": dict(tie_word_embeddings=False), "mistral": dict(sliding_window=4),
     "gemma2": dict(final_logit_softcapping=3.0, query_pre_attn_scalar=8), "phi3": dict(rope_parameters=None), "phi": dict(tie_word_embeddings=False),
@@ -28,7 +32,13 @@ def build(family, **changes):
     options = {k: v for k, v in (SMALL | FAMILIES[family] | changes).items() if v is not None}
     if family == "phi":
         options.pop("head_dim")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), experts_implementation="eager").double().eval()
+    model = (
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **options), experts_implementation="eager"
+        )
+        .double()
+        .eval()
+    )
     with torch.no_grad():  # a head far from uniform, so that caps, scales and biases matter
         model.get_output_embeddings().weight.mul_(30.0)
         if model.get_output_embeddings().bias is not None:
@@ -61,15 +71,24 @@ def by_hand(model, inputs, beta):
     """The hint loss from the model's own logits."""
     mask = inputs["sdpo_loss_mask"]
     row = torch.arange(2).unsqueeze(1)
-    student = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[row, inputs["student_response_idx"] - 1]
+    student = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[
+        row, inputs["student_response_idx"] - 1
+    ]
     with torch.no_grad():
-        hinted = model(input_ids=inputs["ctx_teacher_input_ids"], attention_mask=inputs["ctx_teacher_attention_mask"])
-    return generalized_jsd_loss(student, hinted.logits[row, inputs["teacher_response_idx"] - 1], mask=mask, beta=beta)
+        hinted = model(
+            input_ids=inputs["ctx_teacher_input_ids"], attention_mask=inputs["ctx_teacher_attention_mask"]
+        )
+    return generalized_jsd_loss(
+        student, hinted.logits[row, inputs["teacher_response_idx"] - 1], mask=mask, beta=beta
+    )
 
 
 def all_gradients(loss, model):
     wanted = [p for p in model.parameters() if p.requires_grad]
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True), strict=True)]
+    return [
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])

@@ -70,5 +70,7 @@ def test_counts_apart_are_lost_with_their_block_unless_they_are_added():
 
 @pytest.mark.parametrize("room", ["traces", "traces.pair", "redaction"])
 def test_light_rooms_import_no_torch(room):
-    code = f"import sys, composer_nb.{room}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        f"import sys, composer_nb.{room}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

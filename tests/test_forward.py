@@ -1,4 +1,6 @@
-"""One pass, shared prefixes: the same logits and gradients as the model's own forward, fewer tokens, honest fallbacks."""
+"""One pass, shared prefixes: the same logits and gradients as the model's own forward, fewer tokens, honest
+fallbacks.
+"""
 
 import gc
 import itertools

@@ -1,4 +1,6 @@
-"""The streamed divergence is the reference's value and gradient, for every head, dtype and member of the menu, without N x V."""
+"""The streamed divergence is the reference's value and gradient, for every head, dtype and member of the
+menu, without N x V.
+"""
 
 import itertools
 import math
@@ -21,14 +23,21 @@ from composer_nb.distillation.fused import (
 )
 from composer_nb.loss import PRESETS, LossConfig, distillation_channel, streamed_distillation
 
-HEADS = {"plain": {}, "scale": {"scale": 0.25}, "softcap": {"softcap": 2.0}, "both": {"scale": 3.0, "softcap": 5.0}}
+HEADS = {
+    "plain": {},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 2.0},
+    "both": {"scale": 3.0, "softcap": 5.0},
+}
 
 
 def sides(rows=7, width=5, vocabulary=23, dtype=torch.float64, seed=0, spread=1.0):
     """Student hidden states, teacher hidden states, head weight."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((rows, width), (rows, width), (vocabulary, width))
-    return [spread * torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        spread * torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def gradients(loss, *inputs):
@@ -41,11 +50,20 @@ def relative(a, b):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 9), chunk=st.integers(1, 10), vocabulary=st.integers(1, 40), beta=st.sampled_from([0.0, 0.01, 0.3, 0.5, 0.99, 1.0]),
-    temperature=st.floats(0.3, 3.0), clip=st.sampled_from([None, 0.05, 0.5]), head=st.sampled_from(list(HEADS)), bias=st.booleans(),
-    weighted=st.booleans(), seed=st.integers(0, 99),
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 10),
+    vocabulary=st.integers(1, 40),
+    beta=st.sampled_from([0.0, 0.01, 0.3, 0.5, 0.99, 1.0]),
+    temperature=st.floats(0.3, 3.0),
+    clip=st.sampled_from([None, 0.05, 0.5]),
+    head=st.sampled_from(list(HEADS)),
+    bias=st.booleans(),
+    weighted=st.booleans(),
+    seed=st.integers(0, 99),
 )
-def test_value_and_gradients_of_the_reference(rows, chunk, vocabulary, beta, temperature, clip, head, bias, weighted, seed):
+def test_value_and_gradients_of_the_reference(
+    rows, chunk, vocabulary, beta, temperature, clip, head, bias, weighted, seed
+):
     h, t, w = sides(rows, 5, vocabulary, seed=seed)
     h.requires_grad_(), w.requires_grad_()
     b = torch.linspace(-1, 1, vocabulary, dtype=torch.float64).requires_grad_() if bias else None
@@ -53,14 +71,17 @@ def test_value_and_gradients_of_the_reference(rows, chunk, vocabulary, beta, tem
     weight = torch.linspace(0, 2, rows, dtype=torch.float64) if weighted else None
     options = dict(beta=beta, temperature=temperature, token_clip=clip)
     ours = fused_divergence_loss(View(h, lens), View(t, lens), weight=weight, chunk=chunk, **options)
-    theirs = generalized_jsd_loss(lens(h)[None], lens(t)[None].detach(), weight=None if weight is None else weight[None], **options)
+    theirs = generalized_jsd_loss(
+        lens(h)[None], lens(t)[None].detach(), weight=None if weight is None else weight[None], **options
+    )
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-12)
     inputs = [x for x in (h, w, b) if x is not None]
     for mine, reference in zip(gradients(ours, *inputs), gradients(theirs, *inputs), strict=True):
         assert torch.allclose(mine, reference, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.parametrize("spread", [0.3, 1.5])  # logits of a language model; two sides each sure of another token
+# logits of a language model; two sides each sure of another token
+@pytest.mark.parametrize("spread", [0.3, 1.5])
 @pytest.mark.parametrize("beta", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_single_precision(beta, spread):
     single = [x.float() for x in sides(64, 48, 5000, spread=spread)]
@@ -68,7 +89,9 @@ def test_single_precision(beta, spread):
     found = []
     for h, t, w in (exact, single):
         h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
-        found.append(gradients(fused_divergence_loss(View(h, Head(w)), View(t, Head(w)), beta=beta, chunk=20), h, w))
+        found.append(
+            gradients(fused_divergence_loss(View(h, Head(w)), View(t, Head(w)), beta=beta, chunk=20), h, w)
+        )
     assert max(relative(b, a) for a, b in zip(*found, strict=True)) < 1e-5
 
 
@@ -114,7 +137,14 @@ def test_forbidden_and_distant_tokens_stay_finite(beta):
     loss = fused_divergence_loss(View(h, Head(w, bias)), View(-h.detach(), Head(w.detach(), bias)), beta=beta)
     assert beta in (0.0, 1.0) or 0 <= loss.item() <= math.log(2) + 1e-6
     assert loss.isfinite() and all(g.isfinite().all() for g in gradients(loss, h, w))
-    assert gradients(fused_divergence_loss(View(h, Head(w, bias)), View(-h.detach(), Head(w, bias)), beta=beta), w)[0][3:5].abs().max() == 0
+    assert (
+        gradients(
+            fused_divergence_loss(View(h, Head(w, bias)), View(-h.detach(), Head(w, bias)), beta=beta), w
+        )[0][3:5]
+        .abs()
+        .max()
+        == 0
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -218,7 +248,10 @@ def test_splits_add_up():
     h, t, w = sides(rows=8)
     w.requires_grad_()
     whole = fused_divergence_loss(View(h, Head(w)), View(t, Head(w)))
-    parts = [fused_divergence_loss(View(h[i], Head(w)), View(t[i], Head(w)), denominator=8) for i in (slice(0, 3), slice(3, 3), slice(3, 8))]
+    parts = [
+        fused_divergence_loss(View(h[i], Head(w)), View(t[i], Head(w)), denominator=8)
+        for i in (slice(0, 3), slice(3, 3), slice(3, 8))
+    ]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-13)
     assert torch.allclose(gradients(sum(parts), w)[0], gradients(whole, w)[0], rtol=1e-12, atol=1e-15)
 
@@ -227,17 +260,25 @@ def test_different_widths_heads_and_shares():
     h, t, w = sides()
     other, wide = torch.randn(23, 9, dtype=torch.float64), torch.randn(7, 9, dtype=torch.float64)
     h.requires_grad_()
-    mixed = fused_divergence_loss(View(h, Head(w)), [View(t, Head(w, scale=0.5), 0.7), View(wide, Head(other, softcap=2.0), 0.3)], chunk=3)
+    mixed = fused_divergence_loss(
+        View(h, Head(w)),
+        [View(t, Head(w, scale=0.5), 0.7), View(wide, Head(other, softcap=2.0), 0.3)],
+        chunk=3,
+    )
     teacher = 0.7 * Head(w, scale=0.5)(t) + 0.3 * Head(other, softcap=2.0)(wide)
     reference = generalized_jsd_loss((h @ w.T)[None], teacher[None])
     assert mixed.item() == pytest.approx(reference.item(), abs=1e-13)
     assert torch.allclose(gradients(mixed, h)[0], gradients(reference, h)[0], rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(beta=1.5), "beta must lie in .0, 1., got 1.5"), (dict(temperature=0.0), "temperature must be positive, got 0"),
-    (dict(weight=torch.ones(3)), r"weight \(3,\) must give one number for each of the 7 rows"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(beta=1.5), "beta must lie in .0, 1., got 1.5"),
+        (dict(temperature=0.0), "temperature must be positive, got 0"),
+        (dict(weight=torch.ones(3)), r"weight \(3,\) must give one number for each of the 7 rows"),
+    ],
+)
 def test_bad_options_are_named(change, message):
     h, t, w = sides()
     with pytest.raises(ValueError, match=message):
@@ -259,10 +300,16 @@ def test_chunks_cover_and_fit(rows, vocabulary):
 
 
 MENU = {name: options for name, options in PRESETS.items() if options.get("alpha_sdpo")} | {
-    "kl teacher": dict(sdpo_jsd_beta=0.0), "token clip": dict(sdpo_token_clip=0.45), "entry clip": dict(sdpo_entry_clip=0.02),
-    "teacher top k": dict(sdpo_top_k=5, sdpo_top_k_source="teacher", sdpo_tail=False), "sampled": dict(sdpo_sampled=True, sdpo_jsd_beta=1.0),
-    "taid": dict(sdpo_wrapper="taid", taid_t=0.4), "blend": dict(sdpo_wrapper="entropy_opd"), "gate": dict(sdpo_gate=5.0),
-    "importance": dict(sdpo_is_cap=1.5, sdpo_temperature=1.4), "importance and gate, top k": dict(sdpo_is_cap=1.5, sdpo_gate=2.0, sdpo_top_k=4),
+    "kl teacher": dict(sdpo_jsd_beta=0.0),
+    "token clip": dict(sdpo_token_clip=0.45),
+    "entry clip": dict(sdpo_entry_clip=0.02),
+    "teacher top k": dict(sdpo_top_k=5, sdpo_top_k_source="teacher", sdpo_tail=False),
+    "sampled": dict(sdpo_sampled=True, sdpo_jsd_beta=1.0),
+    "taid": dict(sdpo_wrapper="taid", taid_t=0.4),
+    "blend": dict(sdpo_wrapper="entropy_opd"),
+    "gate": dict(sdpo_gate=5.0),
+    "importance": dict(sdpo_is_cap=1.5, sdpo_temperature=1.4),
+    "importance and gate, top k": dict(sdpo_is_cap=1.5, sdpo_gate=2.0, sdpo_top_k=4),
 }
 
 
@@ -273,7 +320,11 @@ def test_the_whole_menu_streams(name):
     h, t, w = sides()
     ids, old = torch.arange(7) % 23, torch.linspace(-4, -1, 7, dtype=torch.float64)
     plain = config.sdpo_wrapper == "none"
-    weighting = dict(old_logprobs=old, sampling_temperature=0.8, share=torch.linspace(0.2, 1, 7, dtype=torch.float64) if plain else None)
+    weighting = dict(
+        old_logprobs=old,
+        sampling_temperature=0.8,
+        share=torch.linspace(0.2, 1, 7, dtype=torch.float64) if plain else None,
+    )
     found = []
     for streamed in (True, False):
         hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
@@ -297,6 +348,8 @@ def test_a_step_without_a_gradient_gives_zero():
 def test_row_weights_see_logits_in_their_own_unit():
     h, t, w = sides()
     seen = []
-    step = divergence_step(0.5, temperature=2.0, weight=lambda s, t, rows: seen.append((s.clone(), t.clone())))
+    step = divergence_step(
+        0.5, temperature=2.0, weight=lambda s, t, rows: seen.append((s.clone(), t.clone()))
+    )
     streamed_loss(View(h, Head(w)), View(t, Head(w)), step)
     assert torch.allclose(seen[0][0], h @ w.T) and torch.allclose(seen[0][1], t @ w.T)

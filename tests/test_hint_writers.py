@@ -1,4 +1,6 @@
-"""Kinds of real error texts, templates that quote no value, a leak filter against planted values, judges, and the way to a batch."""
+"""Kinds of real error texts, templates that quote no value, a leak filter against planted values, judges,
+and the way to a batch.
+"""
 
 import ast
 import asyncio
@@ -39,7 +41,10 @@ SCHEMA = {
         "old": {"type": ["string", "null"]},
         "count": {"type": "integer"},
         "mode": {"type": "string", "enum": ["once", "all"]},
-        "edits": {"type": "array", "items": {"type": "object", "required": ["at"], "properties": {"at": {"type": "number"}}}},
+        "edits": {
+            "type": "array",
+            "items": {"type": "object", "required": ["at"], "properties": {"at": {"type": "number"}}},
+        },
         "where": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
     },
 }
@@ -50,7 +55,9 @@ MCP = {"name": "edit", "inputSchema": SCHEMA}
 GOOD = {"path": "a.py", "old": "x"}
 
 
-def failed(call: ToolCall, message: str = "Something went wrong.", tools=(OPENAI,), kind: str = "tool_error") -> TraceState:
+def failed(
+    call: ToolCall, message: str = "Something went wrong.", tools=(OPENAI,), kind: str = "tool_error"
+) -> TraceState:
     return TraceState("s", TASK, Action(tool_calls=(call,)), tools, (ToolFailure(call, message, kind),))
 
 
@@ -67,8 +74,14 @@ TEXTS = [
     ("Unknown tool: fetch", "unknown_tool"),
     ("MCP error -32602: Invalid arguments for tool search: expected string", "bad_arguments"),
     ("params must have required property 'new_string'", "bad_arguments"),
-    ("<tool_use_error>InputValidationError: Ask failed due to the following issue:\nThe parameter `q` type is expected as `array`", "bad_arguments"),
-    ('InputValidationError: Read was called with input that could not be parsed as JSON.\nYou sent {"offset": 690, , }', "malformed_arguments"),
+    (
+        "<tool_use_error>InputValidationError: Ask failed due to the following issue:\nThe parameter `q` type is expected as `array`",
+        "bad_arguments",
+    ),
+    (
+        'InputValidationError: Read was called with input that could not be parsed as JSON.\nYou sent {"offset": 690, , }',
+        "malformed_arguments",
+    ),
     ("Failed to parse tool arguments: Expecting ',' delimiter", "malformed_arguments"),
     ("Failed to edit, 0 occurrences found for old_string in a.py. No edits made.", "edit_not_found"),
     ("No replacement was performed, old_str `x` did not appear verbatim in /a.py.", "edit_not_found"),
@@ -89,7 +102,10 @@ TEXTS = [
     ("sh: 1: fd: not found", "command_not_found"),
     ("Claude requested permissions to write to /x, but you haven't granted it yet.", "permission_denied"),
     ("Permission to use Write has been auto-denied (prompts unavailable).", "permission_denied"),
-    ("This Bash command contains multiple operations. The following parts require approval: mkdir", "permission_denied"),
+    (
+        "This Bash command contains multiple operations. The following parts require approval: mkdir",
+        "permission_denied",
+    ),
     ("IsADirectoryError: [Errno 21] Is a directory: 'src'", "not_a_file"),
     ("Directory does not exist: /x. Note: your current working directory is /y.", "file_not_found"),
     ("npm ERR! code ENOENT", "file_not_found"),
@@ -122,7 +138,10 @@ def test_your_own_pattern_goes_first():
     before = list(hw.ERROR_PATTERNS)
     try:
         hw.add_error_pattern("quota", r"^no such tool$")
-        assert hw.error_kind("first\nNo such tool\nlast") == "quota" and hw.error_kind("no such tool: x") == "unknown_tool"
+        assert (
+            hw.error_kind("first\nNo such tool\nlast") == "quota"
+            and hw.error_kind("no such tool: x") == "unknown_tool"
+        )
         with pytest.raises(ValueError, match="does not compile"):
             hw.add_error_pattern("broken", "(")
         assert hw.ERROR_PATTERNS[1:] == before
@@ -138,7 +157,9 @@ def test_every_dressing_of_a_schema_reads_the_same(tool):
     assert hw.tool_schemas([tool, {"type": "web_search"}, None, {"name": 3}]) == {"edit": SCHEMA}
     site = site_of(failed(ToolCall("edit", {"path": "a.py"}), "ENOENT", (tool,)))
     assert (site.error_kind, site.problems) == ("bad_arguments", ('"old" is missing',))
-    assert site.available_tools == ("edit",) and site.tool_schema == SCHEMA and site.intent == TASK[0]["content"]
+    assert (
+        site.available_tools == ("edit",) and site.tool_schema == SCHEMA and site.intent == TASK[0]["content"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +171,10 @@ def test_every_dressing_of_a_schema_reads_the_same(tool):
         ({"count": True}, ['"count" must be integer']),
         ({"count": 2.5}, ['"count" must be integer']),
         ({"mode": "some"}, ['"mode" must be one of the values that its schema lists']),
-        ({"edits": [{}, {"at": "x"}]}, ['"at" is missing in an item of "edits"', '"at" in an item of "edits" must be number']),
+        (
+            {"edits": [{}, {"at": "x"}]},
+            ['"at" is missing in an item of "edits"', '"at" in an item of "edits" must be number'],
+        ),
         ({"where": "here"}, ['"where" must be integer or null']),
         ({"unlisted": 1}, []),
     ],
@@ -169,14 +193,28 @@ def test_an_unlisted_argument_is_a_problem_where_the_schema_is_closed():
     assert site_of(failed(open_call, "failed")).problems == tuple(problem)
 
 
-@pytest.mark.parametrize("schema", [{}, {"properties": None}, {"type": "object"}, {"properties": {"path": True}}, {"properties": {"path": {"$ref": "#/x"}}}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": None},
+        {"type": "object"},
+        {"properties": {"path": True}},
+        {"properties": {"path": {"$ref": "#/x"}}},
+    ],
+)
 def test_a_schema_that_says_nothing_finds_nothing(schema):
     assert hw.argument_problems(GOOD, schema) == []
 
 
 @pytest.mark.parametrize(
     "text, problem",
-    [('{"path": ', "not JSON"), ("[1, 2]", "an array, not an object"), ('"x"', "a single value, not an object"), ("[" * 100_000, "not JSON")],
+    [
+        ('{"path": ', "not JSON"),
+        ("[1, 2]", "an array, not an object"),
+        ('"x"', "a single value, not an object"),
+        ("[" * 100_000, "not JSON"),
+    ],
 )
 def test_arguments_that_are_no_object_are_malformed(text, problem):
     site = site_of(failed(tool_call("edit", text), "whatever"))
@@ -193,9 +231,17 @@ def test_structure_goes_before_the_ingester_and_the_ingester_before_words():
 
 
 def test_sites_come_in_order_and_a_no_or_a_failed_test_is_none():
-    messages = ["ENOENT", "The user doesn't want to proceed", "1 failed, 2 passed", "Cancelled: parallel tool call", "EISDIR"]
+    messages = [
+        "ENOENT",
+        "The user doesn't want to proceed",
+        "1 failed, 2 passed",
+        "Cancelled: parallel tool call",
+        "EISDIR",
+    ]
     calls = tuple(ToolCall("edit", GOOD, id=str(i)) for i in range(len(messages)))
-    state = TraceState("s", TASK, Action(tool_calls=calls), (OPENAI,), tuple(map(ToolFailure, calls, messages)))
+    state = TraceState(
+        "s", TASK, Action(tool_calls=calls), (OPENAI,), tuple(map(ToolFailure, calls, messages))
+    )
     assert [s.call.id for s in hw.error_sites([state, TraceState("t", TASK, Action("done"))])] == ["0", "4"]
     assert [s.call.id for s in hw.error_sites([state], skip=())] == list("01234")
     with pytest.raises(ValueError, match="hint_context"):
@@ -217,12 +263,20 @@ def test_every_kind_that_is_a_mistake_has_a_template():
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from([*SCHEMA["properties"], "folder"]), RARE, min_size=1), st.booleans())
+@given(
+    st.sampled_from(KINDS),
+    st.dictionaries(st.sampled_from([*SCHEMA["properties"], "folder"]), RARE, min_size=1),
+    st.booleans(),
+)
 def test_a_template_quotes_no_value_of_the_call_nor_of_the_error(kind, values, as_text):
     arguments = json.dumps(values)[:-1] if as_text else values
     message = f"failed on {list(values.values())}, expected zzqqzzqq"
     site = site_of(failed(ToolCall("edit", arguments), message, kind=kind))
-    for context in (site, HintContext(kind, message, ("edit",), "edit", SCHEMA), HintContext(kind, message, ("edit",), "edit")):
+    for context in (
+        site,
+        HintContext(kind, message, ("edit",), "edit", SCHEMA),
+        HintContext(kind, message, ("edit",), "edit"),
+    ):
         hint = template_hint(context)
         assert hint and "zzqqzzqq" not in hint
         assert not any(value in hint for value in values.values())
@@ -252,11 +306,18 @@ def spellings(value: str) -> list[str]:
     ]  # fmt: skip
 
 
-WORDS = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789éüñßΩжщ東京 _-./", min_size=2, max_size=30)
+WORDS = st.text(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789éüñßΩжщ東京 _-./", min_size=2, max_size=30
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(WORDS, st.integers(0, 15), st.sampled_from(["", "Pass ", "It should be: "]), st.sampled_from(["", ".", " here, please."]))
+@given(
+    WORDS,
+    st.integers(0, 15),
+    st.sampled_from(["", "Pass ", "It should be: "]),
+    st.sampled_from(["", ".", " here, please."]),
+)
 @example("Bé", 0, "", "")
 @example("東京", 0, "天気", "")
 @example("C:\\new\\table", 7, "Use ", "")
@@ -318,22 +379,52 @@ def test_a_planted_number_is_found_in_every_spelling(n, which, negative):
     assert not hw.leaked_values(f"The value is {spelled}.", [n + 0.5])
 
 
-@pytest.mark.parametrize("value, hint", [(0.5, "50%"), (0.5, ".5"), (3.5, "3,5"), (0.1, "1e-1"), (1.5e6, "1.5 million"), (0, "0"), (10**30, "1e30"), (2000, "2k")])
+@pytest.mark.parametrize(
+    "value, hint",
+    [
+        (0.5, "50%"),
+        (0.5, ".5"),
+        (3.5, "3,5"),
+        (0.1, "1e-1"),
+        (1.5e6, "1.5 million"),
+        (0, "0"),
+        (10**30, "1e30"),
+        (2000, "2k"),
+    ],
+)
 def test_fractions_and_large_numbers_are_found(value, hint):
     assert hw.leaked_values(f"give {hint} here", value) == [value]
 
 
 def test_a_number_beyond_reason_breaks_nothing():
-    assert hw.leaked_values("1e99999999999999999999 and " + "9" * 5000, [10**6000, float("inf"), "1e99999999999999999999"]) == ["1e99999999999999999999"]
+    assert hw.leaked_values(
+        "1e99999999999999999999 and " + "9" * 5000, [10**6000, float("inf"), "1e99999999999999999999"]
+    ) == ["1e99999999999999999999"]
 
 
-NAMES = st.lists(st.text("abcdefghilmnoprstu_", min_size=3, max_size=12).filter(lambda n: n.strip("_")), min_size=1, max_size=5, unique=True)
+NAMES = st.lists(
+    st.text("abcdefghilmnoprstu_", min_size=3, max_size=12).filter(lambda n: n.strip("_")),
+    min_size=1,
+    max_size=5,
+    unique=True,
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(NAMES, st.lists(st.one_of(st.text("wxyzqjkv", min_size=3, max_size=12), st.integers(2, 10**6), st.booleans()), min_size=1), st.sampled_from(KINDS))
+@given(
+    NAMES,
+    st.lists(
+        st.one_of(st.text("wxyzqjkv", min_size=3, max_size=12), st.integers(2, 10**6), st.booleans()),
+        min_size=1,
+    ),
+    st.sampled_from(KINDS),
+)
 def test_a_hint_of_names_types_and_error_text_is_kept(names, values, kind):
-    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names[:1]}
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in names},
+        "required": names[:1],
+    }
     context = HintContext(kind, "the call was not right", tuple(names), names[0], schema)
     assume(not any(str(v) in name for v in values for name in names))
     for writer in (template_hint, raw_error_hint):
@@ -361,7 +452,10 @@ def test_the_filter_refuses_records_raises_and_lets_through():
     assert hw.leak_filter(raw_error_hint, "b.py", allowed=["is it b.py?"], strict=True)(site)
     assert hw.leak_filter(raw_error_hint, "b.py", allowed=["is it c.py?"])(site) == ""
     assert hw.leak_filter(raw_error_hint, ["b.py", 7], allowed=lambda c: "B.PY")(site)
-    assert hw.leak_filter(raw_error_hint, None)(site) and hw.leak_filter(lambda c: "", "b.py", strict=True)(site) == ""
+    assert (
+        hw.leak_filter(raw_error_hint, None)(site)
+        and hw.leak_filter(lambda c: "", "b.py", strict=True)(site) == ""
+    )
 
 
 def test_the_context_is_what_the_student_could_read():
@@ -371,9 +465,17 @@ def test_the_context_is_what_the_student_could_read():
     call = ToolCall("edit", {"path": "secret.py"})
     state = TraceState("s", messages, Action(tool_calls=(call,)), (OPENAI,), (ToolFailure(call, "ENOENT"),))
     text = hw.context_text(site_of(state))
-    later = TraceState("t", [*messages, {"role": "user", "content": "Go on."}], state.student_action, (OPENAI,), state.failures)
+    later = TraceState(
+        "t",
+        [*messages, {"role": "user", "content": "Go on."}],
+        state.student_action,
+        (OPENAI,),
+        state.failures,
+    )
     assert (site_of(state).intent, site_of(later).intent) == ("in Oslo", "Go on.")
-    assert [len(hw.leaked_values(" ".join(text), value)) for value in ("Oslo", "été.py", 40, "once", "secret.py")] == [1, 1, 1, 1, 0]
+    assert [
+        len(hw.leaked_values(" ".join(text), value)) for value in ("Oslo", "été.py", 40, "once", "secret.py")
+    ] == [1, 1, 1, 1, 0]
     with pytest.raises(ValueError, match="holds no state"):
         hw.context_text(hw.ErrorSite("x"))
 
@@ -385,7 +487,9 @@ def test_a_report_counts_who_wrote_and_who_did_not():
     report, site = hw.HintReport(), site_of(failed(ToolCall("edit", GOOD), "Something odd"))
     writer = composite_hint(report.watch("template", template_hint),
                             report.watch("judge", hw.judge_hint(lambda m: "NO HINT", report=report)), report.watch("raw", raw_error_hint))  # fmt: skip
-    assert writer(site) == "Something odd" and writer(site_of(failed(ToolCall("edit", {})))).startswith("Reminder")
+    assert writer(site) == "Something odd" and writer(site_of(failed(ToolCall("edit", {})))).startswith(
+        "Reminder"
+    )
     assert report.rows() == [
         {"writer": "template", "written": 1, "silent": 1, "refused": {}},
         {"writer": "judge", "written": 0, "silent": 1, "refused": {"declined": 1}},
@@ -448,7 +552,9 @@ class EchoTeacher:
     name = model = "rule"
     usd = 0.0
 
-    def __init__(self, text: str | None = "Mind the types.", error: Exception | None = None, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, text: str | None = "Mind the types.", error: Exception | None = None, wait_s: float = 0.0
+    ) -> None:
         self.text, self.error, self.wait_s, self.requests = text, error, wait_s, []
         self.states: list[str] = []
 
@@ -465,7 +571,9 @@ class EchoTeacher:
         if self.error:
             raise self.error
         skipped = self.text is None
-        return TeacherReply(request.key, self.name, None if skipped else Action(self.text), "skipped" if skipped else "ok")
+        return TeacherReply(
+            request.key, self.name, None if skipped else Action(self.text), "skipped" if skipped else "ok"
+        )
 
 
 def test_a_teacher_becomes_a_judge_also_where_a_loop_is_running():
@@ -479,7 +587,9 @@ def test_a_teacher_becomes_a_judge_also_where_a_loop_is_running():
     assert asyncio.run(in_a_notebook()) == "Mind the types."
     first, second = teacher.requests
     assert len(set(teacher.states)) == 1 and teacher.states[0].startswith("hint/")
-    assert first.key == second.key and first.tools == () and first.messages[1]["content"].startswith("Request:")
+    assert (
+        first.key == second.key and first.tools == () and first.messages[1]["content"].startswith("Request:")
+    )
     assert hw.judge_hint(hw.ask_teacher(EchoTeacher(None)))(site) == ""
 
 
@@ -517,7 +627,11 @@ def test_one_turn_has_one_hint_with_each_text_once():
     calls = tuple(ToolCall("edit", GOOD, id=str(i)) for i in range(3))
     failures = tuple(map(ToolFailure, calls, ["ENOENT", "EISDIR", "ENOENT"]))
     state = TraceState("s", TASK, Action(tool_calls=calls), (OPENAI,), failures)
-    quiet = [TraceState("t", TASK, Action("done")), failed(ToolCall("edit", GOOD), "1 failed, 2 passed"), failed(ToolCall("edit", GOOD), "odd")]
+    quiet = [
+        TraceState("t", TASK, Action("done")),
+        failed(ToolCall("edit", GOOD), "1 failed, 2 passed"),
+        failed(ToolCall("edit", GOOD), "odd"),
+    ]
     ((found, hint),) = hw.hinted_states([*quiet, state], template_hint)
     assert found is state and len(hint.splitlines()) == 2 and "folder is no file" in hint
     assert [s.state_id for s, _ in hw.hinted_states(quiet, raw_error_hint, skip=())] == ["s", "s"]
@@ -532,7 +646,11 @@ def tokenizer():
 
 def rollout(state: TraceState, hint: str) -> Rollout:
     prompt = encode(tokenizer(), render(tokenizer(), state.messages))
-    turn = encode(tokenizer(), action_text(state.student_action)) if state.student_ids is None else list(state.student_ids)
+    turn = (
+        encode(tokenizer(), action_text(state.student_action))
+        if state.student_ids is None
+        else list(state.student_ids)
+    )
     return Rollout(prompt + turn, [0] * len(prompt) + [1] * len(turn), hint=hint, site_context=state.messages)
 
 
@@ -540,9 +658,16 @@ def rollout(state: TraceState, hint: str) -> Rollout:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_hint_stands_above_the_failing_call_and_compared_tokens_are_equal(side):
     long = [*TASK, {"role": "assistant", "content": "Let me look."}, {"role": "tool", "content": "a.py b.py"}]
-    states = [failed(ToolCall("edit", {"path": "c.py", "old": "x"}), "File does not exist."), failed(ToolCall("grep", {"q": "naïve 日本"}), "odd")]
+    states = [
+        failed(ToolCall("edit", {"path": "c.py", "old": "x"}), "File does not exist."),
+        failed(ToolCall("grep", {"q": "naïve 日本"}), "odd"),
+    ]
     states += [TraceState("l", long, f.student_action, (OPENAI,), f.failures) for f in states]
-    states += [TraceState("i", long, states[0].student_action, (OPENAI,), states[0].failures, student_ids=(504, 504, 19, 7))]
+    states += [
+        TraceState(
+            "i", long, states[0].student_action, (OPENAI,), states[0].failures, student_ids=(504, 504, 19, 7)
+        )
+    ]
     pairs = list(hw.hinted_states(states, template_hint))
     assert len(pairs) == 5
     rollouts = [rollout(state, hint) for state, hint in pairs]
@@ -564,7 +689,12 @@ def test_the_room_imports_only_from_floors_below():
     for path in Path(hw.__file__).parent.glob("[a-z]*.py"):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         below |= {node.module.split(".")[0] for node in nodes if node.level == 2}
-        assert {node.module for node in nodes if node.level == 1} <= {"place", "error_sites", "writers", "leaks"}
+        assert {node.module for node in nodes if node.level == 1} <= {
+            "place",
+            "error_sites",
+            "writers",
+            "leaks",
+        }
     assert below == {"traces"}
 
 

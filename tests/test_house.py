@@ -21,7 +21,9 @@ PICTURE = new_output("display_data", {"image/png": "aGk="})
 
 def chapter(path: Path, module: str, *cells) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    title = new_markdown_cell(f"# The {module}\n\n> A line.\n\n*Ten minutes · CPU · read nothing first.*\n\n<!-- roadmap -->")
+    title = new_markdown_cell(
+        f"# The {module}\n\n> A line.\n\n*Ten minutes · CPU · read nothing first.*\n\n<!-- roadmap -->"
+    )
     nbformat.write(new_notebook(cells=[new_code_cell(f"#| default_exp {module}"), title, *cells]), path)
 
 
@@ -32,26 +34,38 @@ def house(tmp_path):
     good = new_code_cell("#| export\ndef double(x: int) -> int:\n    return 2 * x", outputs=[PICTURE])
     chapter(tmp_path / "nbs/a/00_first.ipynb", "first", good)
     long_cell = new_code_cell("#| export\n" + "\n".join(f"x{n} = {n}" for n in range(41)))
-    cells = [new_code_cell("#| hide\nsecret = 1"), new_code_cell("shown = secret + 1"), long_cell,
-             new_code_cell("from composer_nb.first import double\nassert double(1) == 2"),
-             new_code_cell("text = '" + "x" * 120 + "'"),
-             new_markdown_cell("**Next**: [somewhere](00_first.ipynb).")]
+    cells = [
+        new_code_cell("#| hide\nsecret = 1"),
+        new_code_cell("shown = secret + 1"),
+        long_cell,
+        new_code_cell("from composer_nb.first import double\nassert double(1) == 2"),
+        new_code_cell("text = '" + "x" * 120 + "'"),
+        new_markdown_cell("**Next**: [somewhere](00_first.ipynb)."),
+    ]
     chapter(tmp_path / "nbs/a/01_second.ipynb", "second", *cells)
     wide = ", ".join(f"a{n}: int" for n in range(10))
     (tmp_path / "composer_nb").mkdir()
     (tmp_path / "composer_nb/first.py").write_text("def double(x: int) -> int:\n    return 2 * x\n")
     tall = "\n".join(f"    a{n} = {n}" for n in range(130))
     (tmp_path / "composer_nb/second.py").write_text(
-        f"def wide({wide}) -> None: ...\n\n\nclass Tall:\n{tall}\n\n\nclass Small:\n    def __init__(self, {wide}) -> None: ...\n")
+        f"def wide({wide}) -> None: ...\n\n\nclass Tall:\n{tall}\n\n\nclass Small:\n    def __init__(self, {wide}) -> None: ...\n"
+    )
     (tmp_path / "composer_nb/large.py").write_text("\n".join(f"x{n} = {n}" for n in range(401)))
     return tmp_path
 
 
 def test_each_rule_that_is_broken_is_counted_once(house):
     figures, details = measure_house.measure(house)
-    wanted = {"modules_over_400": 1, "exported_cells_over_40": 1, "classes_over_120": 1, "hidden_uses": 1,
-              "public_functions_over_9_parameters": 2, "next_disagreements": 2, "pages_without_picture_or_table": 1,
-              "imports_before_their_chapter": 0}
+    wanted = {
+        "modules_over_400": 1,
+        "exported_cells_over_40": 1,
+        "classes_over_120": 1,
+        "hidden_uses": 1,
+        "public_functions_over_9_parameters": 2,
+        "next_disagreements": 2,
+        "pages_without_picture_or_table": 1,
+        "imports_before_their_chapter": 0,
+    }
     assert {name: figures[name] for name in wanted} == wanted
     assert details["hidden_uses"] == ["nbs/a/01_second.ipynb: secret"]
     assert 0 < figures["lines_over_110_share"] < 0.1
@@ -72,7 +86,11 @@ def test_an_import_of_a_later_chapter_is_found(house):
 
 
 def test_a_name_bound_in_sight_is_not_hidden(house):
-    cells = [new_code_cell("#| hide\nimport json"), new_code_cell("import json\njson.dumps(1)"), new_code_cell("print(len('a'))")]
+    cells = [
+        new_code_cell("#| hide\nimport json"),
+        new_code_cell("import json\njson.dumps(1)"),
+        new_code_cell("print(len('a'))"),
+    ]
     chapter(house / "nbs/a/01_second.ipynb", "second", *cells)
     assert measure_house.measure(house)[0]["hidden_uses"] == 0
 
@@ -80,7 +98,9 @@ def test_a_name_bound_in_sight_is_not_hidden(house):
 def test_the_frame_leads_from_chapter_to_chapter_and_stays(house):
     assert frame.stale(house, write=True) == ["nbs/a/00_first", "nbs/a/01_second"]
     assert frame.stale(house, write=False) == []
-    first, second = (nbformat.read(house / f"nbs/a/{name}.ipynb", as_version=4) for name in ("00_first", "01_second"))
+    first, second = (
+        nbformat.read(house / f"nbs/a/{name}.ipynb", as_version=4) for name in ("00_first", "01_second")
+    )
     assert first.cells[-1].source == "**Next**: [The second](01_second.ipynb)."
     assert "read [The first](00_first.ipynb) first.*" in second.cells[1].source
     assert "nothing to read first" in first.cells[1].source

@@ -1,4 +1,6 @@
-"""From logs to states: exact contexts, failures on the turn that caused them, no line lost but the broken ones, constant memory."""
+"""From logs to states: exact contexts, failures on the turn that caused them, no line lost but the broken
+ones, constant memory.
+"""
 
 import copy
 import gc
@@ -53,7 +55,15 @@ def write(path: Path, records: list) -> Path:
 
 
 def record(uuid, parent, kind, message=None, **more) -> dict:
-    return {"parentUuid": parent, "isSidechain": False, "sessionId": "s", "type": kind, "message": message, "uuid": uuid, **more}
+    return {
+        "parentUuid": parent,
+        "isSidechain": False,
+        "sessionId": "s",
+        "type": kind,
+        "message": message,
+        "uuid": uuid,
+        **more,
+    }
 
 
 def user(uuid, parent, text, **more) -> dict:
@@ -61,7 +71,13 @@ def user(uuid, parent, text, **more) -> dict:
 
 
 def reply(uuid, parent, id, *blocks, **more) -> dict:
-    return record(uuid, parent, "assistant", {"id": id, "role": "assistant", "model": "claude-x", "content": list(blocks)}, **more)
+    return record(
+        uuid,
+        parent,
+        "assistant",
+        {"id": id, "role": "assistant", "model": "claude-x", "content": list(blocks)},
+        **more,
+    )
 
 
 def text(value) -> dict:
@@ -73,7 +89,9 @@ def use(id, **arguments) -> dict:
 
 
 def result(uuid, parent, *answers, **more) -> dict:
-    blocks = [{"type": "tool_result", "tool_use_id": id, "content": said, **flags} for id, said, flags in answers]
+    blocks = [
+        {"type": "tool_result", "tool_use_id": id, "content": said, **flags} for id, said, flags in answers
+    ]
     return record(uuid, parent, "user", {"role": "user", "content": blocks}, **more)
 
 
@@ -94,22 +112,37 @@ def compare(states, turns) -> None:
         action = state.student_action
         turn = expected.pop((action.thinking, tuple(c.id for c in action.tool_calls), action.text))
         assert list(state.messages) == turn.context
-        assert [(c.name, c.arguments) for c in action.tool_calls] == [(c["name"], c["input"]) for c in turn.calls]
-        assert [(f.call.id, f.message, f.kind) for f in state.failures] == [(id, said, "tool_error") for id, said in turn.failed]
-        assert turn.thinking == "" or turn.thinking not in json.dumps(list(state.messages), ensure_ascii=False)
+        assert [(c.name, c.arguments) for c in action.tool_calls] == [
+            (c["name"], c["input"]) for c in turn.calls
+        ]
+        assert [(f.call.id, f.message, f.kind) for f in state.failures] == [
+            (id, said, "tool_error") for id, said in turn.failed
+        ]
+        assert turn.thinking == "" or turn.thinking not in json.dumps(
+            list(state.messages), ensure_ascii=False
+        )
     assert not expected
 
 
-# --- the context ------------------------------------------------------------------------------------------------
+# --- the context
+# ------------------------------------------------------------------------------------------------
 
 
 def test_prefix_reads_like_a_list_and_stays_as_it_is():
     messages = [{"role": "user", "content": str(i)} for i in range(5)]
     prefix = Prefix.of(messages)
     longer = prefix.plus({"role": "user", "content": "more"})
-    assert prefix == messages and messages == prefix and prefix == tuple(messages) and prefix != messages[:4] and prefix != "12345"
+    assert (
+        prefix == messages
+        and messages == prefix
+        and prefix == tuple(messages)
+        and prefix != messages[:4]
+        and prefix != "12345"
+    )
     assert list(prefix) == messages and len(prefix) == 5 and len(longer) == 6 and longer[:5] == messages
-    assert [prefix[i] for i in range(-5, 5)] == messages + messages and list(reversed(prefix)) == messages[::-1]
+    assert [prefix[i] for i in range(-5, 5)] == messages + messages and list(reversed(prefix)) == messages[
+        ::-1
+    ]
     assert prefix[1:4:2] == messages[1:4:2] and messages[3] in prefix and not Prefix() and prefix
     assert all(a is b for a, b in zip(prefix, messages, strict=True))
     for index in (5, -6):
@@ -129,7 +162,9 @@ def test_a_long_prefix_neither_recurses_nor_copies():
 
 def test_holding_every_state_of_a_session_costs_memory_like_the_file_not_like_its_square(tmp_path):
     path = tmp_path / "s.jsonl"
-    sessions.write_claude_session(path, turns=1500, compaction=False, branch=False, sidechains=False, contexts=False, result_chars=200)
+    sessions.write_claude_session(
+        path, turns=1500, compaction=False, branch=False, sidechains=False, contexts=False, result_chars=200
+    )
     gc.collect()
     tracemalloc.start()
     states = list(ClaudeCodeIngester().ingest(path))
@@ -139,21 +174,26 @@ def test_holding_every_state_of_a_session_costs_memory_like_the_file_not_like_it
     assert len(states) == 1501 and held < 4 * path.stat().st_size and held < copied
 
 
-# --- Claude Code ------------------------------------------------------------------------------------------------
+# --- Claude Code
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", sessions.VERSIONS)
 @pytest.mark.parametrize("sidechains", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_turn_has_exactly_the_context_the_agent_had(tmp_path, parser, version, sidechains, seed):
-    written = sessions.write_claude_session(tmp_path / "log" / "s.jsonl", version=version, seed=seed, turns=20, conversations=2)
+    written = sessions.write_claude_session(
+        tmp_path / "log" / "s.jsonl", version=version, seed=seed, turns=20, conversations=2
+    )
     ingester = ClaudeCodeIngester(sidechains=sidechains)
     states = list(ingester.ingest(tmp_path / "log"))
     compare(states, written.turns if sidechains else written.main_turns)
     report = ingester.report
     assert report.bad_lines == 0 and report.repairs == 0 and report.states == len(states)
     assert report.unknown == {"telemetry-v9": written.types["telemetry-v9"]}
-    assert report.bytes == sum(p.stat().st_size for p in written.paths if sidechains or not p.name.startswith("agent-"))
+    assert report.bytes == sum(
+        p.stat().st_size for p in written.paths if sidechains or not p.name.startswith("agent-")
+    )
     assert report.skipped["API error"] == 6 and any(s.failures for s in states)
     assert len({s.state_id for s in states}) == len(states)
     places = [(s.metadata["session"], int(s.source.split(":")[1])) for s in states]
@@ -166,10 +206,17 @@ def test_every_turn_has_exactly_the_context_the_agent_had(tmp_path, parser, vers
 
 
 def test_where_a_state_came_from_is_the_first_line_of_its_reply(tmp_path):
-    path = write(tmp_path / "abc.jsonl", [user("u", None, "go"), reply("a", "u", "m", text("A")), reply("b", "a", "m", use("c"))])
+    path = write(
+        tmp_path / "abc.jsonl",
+        [user("u", None, "go"), reply("a", "u", "m", text("A")), reply("b", "a", "m", use("c"))],
+    )
     (state,) = ClaudeCodeIngester().ingest(path)
     assert (state.state_id, state.source, state.model) == ("abc:2", "abc.jsonl:2", "claude-x")
-    assert state.metadata["session"] == "s" and state.metadata["message_id"] == "m" and state.vendor == "anthropic"
+    assert (
+        state.metadata["session"] == "s"
+        and state.metadata["message_id"] == "m"
+        and state.vendor == "anthropic"
+    )
     assert state.student_action == Action("A", (ToolCall("Read", {}, "c"),))
 
 
@@ -181,7 +228,9 @@ def test_a_reply_written_as_snapshots_that_grow_is_one_turn(tmp_path):
         reply("d", "b", "m", text("Let me look."), use("c", x=1), use("e", x=2)),
     ])  # fmt: skip
     (state,) = ClaudeCodeIngester().ingest(path)
-    assert state.student_action == Action("Let me look.", (ToolCall("Read", {"x": 1}, "c"), ToolCall("Read", {"x": 2}, "e")), "Hm, so.")
+    assert state.student_action == Action(
+        "Let me look.", (ToolCall("Read", {"x": 1}, "c"), ToolCall("Read", {"x": 2}, "e")), "Hm, so."
+    )
 
 
 def test_results_between_the_records_of_one_reply_do_not_end_it(tmp_path):
@@ -194,8 +243,12 @@ def test_results_between_the_records_of_one_reply_do_not_end_it(tmp_path):
         reply("d", "r2", "n", text("done")),
     ])  # fmt: skip
     first, second = ClaudeCodeIngester().ingest(path)
-    assert [c.id for c in first.student_action.tool_calls] == ["c1", "c2"] and [f.call.id for f in first.failures] == ["c1"]
-    assert [m["role"] for m in second.messages] == ["user", "assistant", "tool", "tool"] and contents(second)[2:] == ["no", "yes"]
+    assert [c.id for c in first.student_action.tool_calls] == ["c1", "c2"] and [
+        f.call.id for f in first.failures
+    ] == ["c1"]
+    assert [m["role"] for m in second.messages] == ["user", "assistant", "tool", "tool"] and contents(second)[
+        2:
+    ] == ["no", "yes"]
 
 
 def test_results_of_two_branches_do_not_mix(tmp_path):
@@ -208,7 +261,11 @@ def test_results_of_two_branches_do_not_mix(tmp_path):
         reply("d", "r2", "o", text("It worked.")),
     ])  # fmt: skip
     states = {s.metadata["message_id"]: s for s in ClaudeCodeIngester().ingest(path)}
-    assert contents(states["n"])[-1] == "refused" and contents(states["o"])[-1] == "allowed" and len(states["m"].failures) == 1
+    assert (
+        contents(states["n"])[-1] == "refused"
+        and contents(states["o"])[-1] == "allowed"
+        and len(states["m"].failures) == 1
+    )
 
 
 def test_of_two_results_of_one_call_the_first_one_decides_about_the_failure(tmp_path):
@@ -218,7 +275,11 @@ def test_of_two_results_of_one_call_the_first_one_decides_about_the_failure(tmp_
         reply("b", "r1", "n", text("B")), reply("d", "r2", "o", text("D")),
     ])  # fmt: skip
     states = {s.metadata["message_id"]: s for s in ClaudeCodeIngester().ingest(path)}
-    assert contents(states["n"])[-1] == "refused" and contents(states["o"])[-1] == "allowed" and len(states["m"].failures) == 1
+    assert (
+        contents(states["n"])[-1] == "refused"
+        and contents(states["o"])[-1] == "allowed"
+        and len(states["m"].failures) == 1
+    )
 
 
 def test_a_context_that_was_looked_at_early_is_not_kept(tmp_path):
@@ -228,7 +289,9 @@ def test_a_context_that_was_looked_at_early_is_not_kept(tmp_path):
     ]  # fmt: skip
     *_, state = ClaudeCodeIngester().ingest(write(tmp_path / "s.jsonl", grown))
     assert contents(state) == ["go", "", "one", "two"] and len(state.messages[1]["tool_calls"]) == 2
-    *_, state = ClaudeCodeIngester().ingest(write(tmp_path / "r.jsonl", [*grown[:5], reply("d", "b", "n", text("D"))]))
+    *_, state = ClaudeCodeIngester().ingest(
+        write(tmp_path / "r.jsonl", [*grown[:5], reply("d", "b", "n", text("D"))])
+    )
     assert len(state.messages[1]["tool_calls"]) == 2
     asides = [user(f"v{i}", f"v{i - 1}" if i else "a", f"aside {i}") for i in range(18)]
     late = [*grown[:2], *asides, grown[2], reply("e", "r1", "o", text("E"))]
@@ -237,13 +300,25 @@ def test_a_context_that_was_looked_at_early_is_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mark, failed", [({"is_error": True}, 1), ({"is_error": False}, 0), ({}, 0), ({"is_error": "true"}, 0), ({"is_error": 1}, 0)]
+    "mark, failed",
+    [
+        ({"is_error": True}, 1),
+        ({"is_error": False}, 0),
+        ({}, 0),
+        ({"is_error": "true"}, 0),
+        ({"is_error": 1}, 0),
+    ],
 )
 def test_only_the_flag_makes_a_failure_never_the_text(tmp_path, mark, failed):
     said = "<tool_use_error>Error: fatal exception</tool_use_error>"
-    path = write(tmp_path / "s.jsonl", [user("u", None, "go"), reply("a", "u", "m", use("c")), result("r", "a", ("c", said, mark))])
+    path = write(
+        tmp_path / "s.jsonl",
+        [user("u", None, "go"), reply("a", "u", "m", use("c")), result("r", "a", ("c", said, mark))],
+    )
     (state,) = ClaudeCodeIngester().ingest(path)
-    assert len(state.failures) == failed and all(f == ToolFailure(ToolCall("Read", {}, "c"), said) for f in state.failures)
+    assert len(state.failures) == failed and all(
+        f == ToolFailure(ToolCall("Read", {}, "c"), said) for f in state.failures
+    )
 
 
 def test_parts_of_results_and_messages(tmp_path):
@@ -256,8 +331,13 @@ def test_parts_of_results_and_messages(tmp_path):
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
     *_, state = ingester.ingest(path)
-    assert contents(state)[0] == [text("see"), {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
-    assert contents(state)[2:] == ["one\ntwo", "shot:\n[image]", ""] and ingester.report.skipped == {"result part image": 1}
+    assert contents(state)[0] == [
+        text("see"),
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
+    assert contents(state)[2:] == ["one\ntwo", "shot:\n[image]", ""] and ingester.report.skipped == {
+        "result part image": 1
+    }
 
 
 def test_what_the_program_wrote_is_no_turn_and_a_queued_message_is_seen(tmp_path):
@@ -283,7 +363,9 @@ def test_a_user_text_before_the_result_comes_after_it_in_the_context(tmp_path):
         result("r", "v", ("c", "out", {"is_error": True})), reply("b", "r", "n", text("done")),
     ])  # fmt: skip
     first, state = ClaudeCodeIngester().ingest(path)
-    assert [m["role"] for m in state.messages] == ["user", "assistant", "tool", "user"] and len(first.failures) == 1
+    assert [m["role"] for m in state.messages] == ["user", "assistant", "tool", "user"] and len(
+        first.failures
+    ) == 1
 
 
 def test_a_failure_whose_record_lost_its_place_still_marks_its_turn(tmp_path):
@@ -292,7 +374,9 @@ def test_a_failure_whose_record_lost_its_place_still_marks_its_turn(tmp_path):
         result("r", "gone", ("c", "no", {"is_error": True})),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
-    assert [len(s.failures) for s in ingester.ingest(path)] == [1] and [p.line for p in ingester.report.repaired] == [5, 5]
+    assert [len(s.failures) for s in ingester.ingest(path)] == [1] and [
+        p.line for p in ingester.report.repaired
+    ] == [5, 5]
 
 
 def test_a_failure_that_comes_when_another_branch_has_begun_still_marks_its_turn(tmp_path):
@@ -301,7 +385,10 @@ def test_a_failure_that_comes_when_another_branch_has_begun_still_marks_its_turn
         result("r", "a", ("c", "no", {"is_error": True})), reply("d", "r", "o", text("D")),
     ])  # fmt: skip
     states = {s.metadata["message_id"]: s for s in ClaudeCodeIngester().ingest(path)}
-    assert [f.message for f in states["m"].failures] == ["no"] and contents(states["n"]) == ["go", "other way"]
+    assert [f.message for f in states["m"].failures] == ["no"] and contents(states["n"]) == [
+        "go",
+        "other way",
+    ]
     assert contents(states["o"]) == ["go", "", "no"]
 
 
@@ -344,7 +431,10 @@ def test_a_summary_without_a_boundary_begins_a_new_context_too(tmp_path):
     assert contents(state) == ["Summary."]
 
 
-@pytest.mark.parametrize("anchor, expected", [("s", ["Summary.", "keep", "kept", "next"]), ("k", ["keep", "kept", "Summary.", "next"])])
+@pytest.mark.parametrize(
+    "anchor, expected",
+    [("s", ["Summary.", "keep", "kept", "next"]), ("k", ["keep", "kept", "Summary.", "next"])],
+)
 def test_a_preserved_segment_stands_behind_its_anchor(tmp_path, anchor, expected):
     segment = {"headUuid": "h", "tailUuid": "b", "anchorUuid": anchor}
     path = write(tmp_path / "s.jsonl", [
@@ -368,16 +458,29 @@ def test_side_chains_that_run_at_once_stay_apart(tmp_path):
     seen = {s.student_action.text: contents(s) for s in ClaudeCodeIngester(sidechains=True).ingest(path)}
     assert seen["X!"] == ["task X"] and seen["Y!"] == ["task Y"] and seen["done"] == ["go", "", "both ran"]
     skipping = ClaudeCodeIngester()
-    assert [s.student_action.text for s in skipping.ingest(path)] == ["", "done"] and skipping.report.skipped == {"side chain record": 4}
+    assert [s.student_action.text for s in skipping.ingest(path)] == [
+        "",
+        "done",
+    ] and skipping.report.skipped == {"side chain record": 4}
 
 
 def test_lines_written_twice_are_read_once_and_a_uuid_used_twice_keeps_both(tmp_path):
-    lines = [user("u", None, "go"), reply("a", "u", "m", text("A")), user("v", "a", "on"), reply("b", "v", "n", text("B"))]
+    lines = [
+        user("u", None, "go"),
+        reply("a", "u", "m", text("A")),
+        user("v", "a", "on"),
+        reply("b", "v", "n", text("B")),
+    ]
     ingester = ClaudeCodeIngester()
     assert len(list(ingester.ingest(write(tmp_path / "s.jsonl", [*lines[:2], *lines])))) == 2
     assert ingester.report.skipped == {"line written twice": 2} and ingester.report.records == 6
     again = [*lines, reply("b", "v", "o", text("C")), user("w", "b", "more"), reply("d", "w", "p", text("D"))]
-    assert [s.student_action.text for s in ingester.ingest(write(tmp_path / "t.jsonl", again))] == ["A", "B", "C", "D"]
+    assert [s.student_action.text for s in ingester.ingest(write(tmp_path / "t.jsonl", again))] == [
+        "A",
+        "B",
+        "C",
+        "D",
+    ]
     assert ingester.report.repairs == 1 and "used twice" in str(ingester.report.repaired[0])
 
 
@@ -389,7 +492,9 @@ def test_parents_that_are_missing_or_form_a_cycle_attach_to_the_previous_record(
     ingester = ClaudeCodeIngester()
     states = list(ingester.ingest(path))
     assert contents(states[-1]) == ["go", "A", "self", "ahead", "behind", "B"]
-    assert [p.line for p in ingester.report.repaired] == [2, 3, 4, 6, 7] and str(ingester.report.repaired[0]).startswith("s.jsonl:2: parent 'gone'")
+    assert [p.line for p in ingester.report.repaired] == [2, 3, 4, 6, 7] and str(
+        ingester.report.repaired[0]
+    ).startswith("s.jsonl:2: parent 'gone'")
 
 
 def test_a_log_without_parents_is_read_in_order(tmp_path):
@@ -408,26 +513,37 @@ def test_a_bad_record_stays_a_link_of_the_chain(tmp_path):
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
     (state,) = ingester.ingest(path)
-    assert contents(state) == ["go"] and [str(p) for p in ingester.report.bad] == ["s.jsonl:3: content is int, neither text nor blocks"]
+    assert contents(state) == ["go"] and [str(p) for p in ingester.report.bad] == [
+        "s.jsonl:3: content is int, neither text nor blocks"
+    ]
 
 
 def test_a_reply_without_any_context_is_counted_and_no_state(tmp_path):
     ingester = ClaudeCodeIngester()
     path = write(tmp_path / "s.jsonl", [reply("a", None, "m", text("A")), reply("b", "a", "n", text("B"))])
-    assert [contents(s) for s in ingester.ingest(path)] == [["A"]] and ingester.report.skipped == {"turn without a context": 1}
+    assert [contents(s) for s in ingester.ingest(path)] == [["A"]] and ingester.report.skipped == {
+        "turn without a context": 1
+    }
 
 
 def test_only_the_latest_conversations_stay_open(tmp_path):
-    lines = [user(f"u{i}", None, f"go {i}", sessionId=str(i)) for i in range(4)] + [reply("a", "u0", "m", text("A"), sessionId="0")]
+    lines = [user(f"u{i}", None, f"go {i}", sessionId=str(i)) for i in range(4)] + [
+        reply("a", "u0", "m", text("A"), sessionId="0")
+    ]
     path = write(tmp_path / "s.jsonl", lines)
     assert [contents(s) for s in ClaudeCodeIngester().ingest(path)] == [["go 0"]]
     few = ClaudeCodeIngester(live_conversations=2)
-    assert list(few.ingest(path)) == [] and few.report.skipped == {"turn without a context": 1} and few.report.repairs == 1
+    assert (
+        list(few.ingest(path)) == []
+        and few.report.skipped == {"turn without a context": 1}
+        and few.report.repairs == 1
+    )
     with pytest.raises(ValueError, match="live_conversations is 0"):
         ClaudeCodeIngester(live_conversations=0)
 
 
-# --- broken lines -----------------------------------------------------------------------------------------------
+# --- broken lines
+# -----------------------------------------------------------------------------------------------
 
 
 def test_crashes_of_the_writer_cost_no_whole_record(tmp_path, parser):
@@ -437,13 +553,30 @@ def test_crashes_of_the_writer_cost_no_whole_record(tmp_path, parser):
     ]]  # fmt: skip
     path = tmp_path / "s.jsonl"
     path.write_bytes(
-        b"\xef\xbb\xbf" + lines[0] + b"\r\n\n" + b"\0" * 5000 + lines[1] + b"\n"
-        + lines[2] + lines[3] + b"\n" + lines[2][:80] + lines[4].replace(b'"x"', b'"x\\ud83d"') + b"\n" + lines[5]
+        b"\xef\xbb\xbf"
+        + lines[0]
+        + b"\r\n\n"
+        + b"\0" * 5000
+        + lines[1]
+        + b"\n"
+        + lines[2]
+        + lines[3]
+        + b"\n"
+        + lines[2][:80]
+        + lines[4].replace(b'"x"', b'"x\\ud83d"')
+        + b"\n"
+        + lines[5]
     )
     ingester = ClaudeCodeIngester()
     states = list(ingester.ingest(path))
-    assert contents(states[-1]) == ["go", "A", "on", "B", "x\ufffd"] and [s.student_action.text for s in states] == ["A", "B", "D"]
-    assert [p.line for p in ingester.report.bad] == [4, 5] and ingester.report.repairs == 3 and ingester.report.lines == 6
+    assert contents(states[-1]) == ["go", "A", "on", "B", "x\ufffd"] and [
+        s.student_action.text for s in states
+    ] == ["A", "B", "D"]
+    assert (
+        [p.line for p in ingester.report.bad] == [4, 5]
+        and ingester.report.repairs == 3
+        and ingester.report.lines == 6
+    )
 
 
 def test_a_torn_line_gives_no_record_that_was_inside_another(tmp_path):
@@ -453,7 +586,11 @@ def test_a_torn_line_gives_no_record_that_was_inside_another(tmp_path):
     outer = json.dumps(record("p", "u", "progress", data={"message": "HERE"})).replace('"HERE"', inner)
     path = tmp_path / "s.jsonl"
     torn = outer[: outer.index(inner) + len(inner)]
-    path.write_text("\n".join([json.dumps(user("u", None, "go")), torn, torn + ",", json.dumps(reply("a", "u", "m", text("A")))]))
+    path.write_text(
+        "\n".join(
+            [json.dumps(user("u", None, "go")), torn, torn + ",", json.dumps(reply("a", "u", "m", text("A")))]
+        )
+    )
     assert [s.student_action.text for s in ClaudeCodeIngester().ingest(path)] == ["A"]
 
 
@@ -479,20 +616,37 @@ def test_a_line_that_is_no_json_says_why(parser, line, why):
 @pytest.mark.parametrize("depth", [10, 199, 201, 700, *range(930, 1000, 4)])
 def test_deep_arguments_cost_their_own_line_and_never_the_next(tmp_path, parser, depth):
     def nested_input(value: str) -> str:
-        return json.dumps(reply("b", "a", "n", use("c", x="HERE"))).replace('"HERE"', "[" * depth + value + "]" * depth)
+        return json.dumps(reply("b", "a", "n", use("c", x="HERE"))).replace(
+            '"HERE"', "[" * depth + value + "]" * depth
+        )
 
     path = tmp_path / "s.jsonl"
     for value in ('"plain"', '"caf\\u00e9"', '"\\ud83d"'):
-        lines = [json.dumps(user("u", None, "go")), json.dumps(reply("a", "u", "m", text("A"))), nested_input(value)]
-        path.write_text("\n".join([*lines, json.dumps(user("v", "b", "on")), json.dumps(reply("d", "v", "o", text("D")))]))
+        lines = [
+            json.dumps(user("u", None, "go")),
+            json.dumps(reply("a", "u", "m", text("A"))),
+            nested_input(value),
+        ]
+        path.write_text(
+            "\n".join([*lines, json.dumps(user("v", "b", "on")), json.dumps(reply("d", "v", "o", text("D")))])
+        )
         ingester = ClaudeCodeIngester()
         save_states(ingester.ingest(path), tmp_path / "out.jsonl")
-        assert call_ids(load_states(tmp_path / "out.jsonl")) == (["c"] if depth < 199 else []) and ingester.report.bad_lines == (depth >= 199)
+        assert call_ids(load_states(tmp_path / "out.jsonl")) == (
+            ["c"] if depth < 199 else []
+        ) and ingester.report.bad_lines == (depth >= 199)
         assert ingester.report.states == (3 if depth < 199 else 2)
 
 
 def test_both_parsers_read_the_same():
-    values = [{"a": [1, 2.5, None, True, "é\U0001f600", {"b": "\\u0041 \"q\""}]}, [], "x", 1234567890123456789, -1e300, {"k": "\u2028"}]
+    values = [
+        {"a": [1, 2.5, None, True, "é\U0001f600", {"b": '\\u0041 "q"'}]},
+        [],
+        "x",
+        1234567890123456789,
+        -1e300,
+        {"k": "\u2028"},
+    ]
     for value, ascii in itertools.product(values, (True, False)):
         line = json.dumps(value, ensure_ascii=ascii).encode()
         assert decode_line(line) == value == json.loads(line)
@@ -513,9 +667,25 @@ class Mutator:
         self.random = random.Random(seed)
 
     def __call__(self, line: bytes, others: list[str], big: bool) -> bytes:
-        kinds = [self.truncate, self.flip, self.invalid, self.wrong_type, self.deep, self.nul, self.duplicate, self.missing, self.cycle, self.junk]
+        kinds = [
+            self.truncate,
+            self.flip,
+            self.invalid,
+            self.wrong_type,
+            self.deep,
+            self.nul,
+            self.duplicate,
+            self.missing,
+            self.cycle,
+            self.junk,
+        ]
         if big:
-            return self.random.choice([line[:-1] + b',"big":"' + b"x" * 3_000_000 + b'"}', b'{"type":"user","message":"' + b"y" * 3_000_000])
+            return self.random.choice(
+                [
+                    line[:-1] + b',"big":"' + b"x" * 3_000_000 + b'"}',
+                    b'{"type":"user","message":"' + b"y" * 3_000_000,
+                ]
+            )
         return self.random.choice(kinds)(line, others).replace(b"\n", b" ").replace(b"\r", b" ")
 
     def truncate(self, line, others):
@@ -566,8 +736,26 @@ class Mutator:
         return self.field(line, "parentUuid", self.random.choice([value.get("uuid"), *others]))
 
     def junk(self, line, others):
-        flag = self.random.choice(["isSidechain", "isCompactSummary", "isApiErrorMessage", "isMeta", "subtype", "type", "compactMetadata"])
-        values = [True, "compact_boundary", "attachment", "system", "summary", "brand-new", {"preservedSegment": {"headUuid": "x"}}]
+        flag = self.random.choice(
+            [
+                "isSidechain",
+                "isCompactSummary",
+                "isApiErrorMessage",
+                "isMeta",
+                "subtype",
+                "type",
+                "compactMetadata",
+            ]
+        )
+        values = [
+            True,
+            "compact_boundary",
+            "attachment",
+            "system",
+            "summary",
+            "brand-new",
+            {"preservedSegment": {"headUuid": "x"}},
+        ]
         return self.field(line, flag, self.random.choice(values))
 
 
@@ -605,11 +793,21 @@ def test_ten_thousand_mutated_lines_cost_themselves_and_nothing_else(tmp_path, p
         ingester = ClaudeCodeIngester()
         states = list(ingester.ingest(path))
         whole = [r for i, r in enumerate(session) if i not in hit]
-        asked = [b["id"] for r in whole if r["type"] == "assistant" for b in r["message"]["content"] if b["type"] == "tool_use"]
+        asked = [
+            b["id"]
+            for r in whole
+            if r["type"] == "assistant"
+            for b in r["message"]["content"]
+            if b["type"] == "tool_use"
+        ]
         found = call_ids(states)
         assert all(found.count(id) == 1 for id in asked), (seed, [id for id in asked if found.count(id) != 1])
         assert states[-1].student_action.text == "T-end"
-        unread = {number for number, line in enumerate(broken, 1) if line.strip(b" \0") and not readable(line.strip(b" \0"))}
+        unread = {
+            number
+            for number, line in enumerate(broken, 1)
+            if line.strip(b" \0") and not readable(line.strip(b" \0"))
+        }
         assert unread <= {p.line for p in ingester.report.bad} <= {i + 1 for i in hit}
         assert ingester.report.lines == len(lines) and ingester.report.bytes == path.stat().st_size
         assert {p.source for p in (*ingester.report.bad, *ingester.report.repaired)} <= {"s.jsonl"}
@@ -629,12 +827,19 @@ def test_where_lines_are_only_unreadable_all_the_others_are_in_the_last_context(
     hit = set(mutate.random.sample(range(1, len(session) - 1), 40))
     lines = [json.dumps(r).encode() for r in session]
     path = tmp_path / "s.jsonl"
-    path.write_bytes(b"\n".join(line[: 1 + mutate.random.randrange(len(line) - 2)] if i in hit else line for i, line in enumerate(lines)))
+    path.write_bytes(
+        b"\n".join(
+            line[: 1 + mutate.random.randrange(len(line) - 2)] if i in hit else line
+            for i, line in enumerate(lines)
+        )
+    )
     ingester = ClaudeCodeIngester()
     *_, last = ingester.ingest(path)
     seen = json.dumps(list(last.messages))
     for i, r in enumerate(session[:-1]):
-        marker = {"u": f'"T-{r["uuid"]}"', "r": f'"T-{r["uuid"]}"', "c": f'"C{seed}-{r["uuid"][1:]}"'}.get(r["uuid"][0])
+        marker = {"u": f'"T-{r["uuid"]}"', "r": f'"T-{r["uuid"]}"', "c": f'"C{seed}-{r["uuid"][1:]}"'}.get(
+            r["uuid"][0]
+        )
         assert i in hit or marker is None or marker in seen, r["uuid"]
     assert {p.line for p in ingester.report.bad} == {i + 1 for i in hit}
 
@@ -655,7 +860,9 @@ def test_mutated_trajectories_and_chats_never_stop_the_reading(tmp_path, parser,
     for seed in range(250):
         mutate = Mutator(seed)
         hit = set(mutate.random.sample(range(len(lines)), 3))
-        path.write_bytes(b"\n".join(mutate(line, ["x"], False) if i in hit else line for i, line in enumerate(lines)))
+        path.write_bytes(
+            b"\n".join(mutate(line, ["x"], False) if i in hit else line for i, line in enumerate(lines))
+        )
         ingester = make()
         states = list(ingester.ingest(path))
         untouched = {int(s.source.split(":")[1]) for s in states} - {i + 1 for i in hit}
@@ -666,14 +873,22 @@ def test_mutated_trajectories_and_chats_never_stop_the_reading(tmp_path, parser,
 def test_a_line_over_the_limit_is_passed_over_without_being_held(tmp_path):
     path = tmp_path / "s.jsonl"
     with path.open("wb") as out:
-        out.write(json.dumps(user("u", None, "go")).encode() + b"\n" + b'{"type":"user","x":"' + b"y" * 5_000_000 + b'"}\n')
+        out.write(
+            json.dumps(user("u", None, "go")).encode()
+            + b"\n"
+            + b'{"type":"user","x":"'
+            + b"y" * 5_000_000
+            + b'"}\n'
+        )
         out.write(json.dumps(reply("a", "u", "m", text("A"))).encode())
     source = Source(path, "s.jsonl", IngestReport(), max_line_bytes=100_000)
     tracemalloc.start()
     records = list(source.records())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [n for n, *_ in records] == [1, 3] and peak < 3_000_000 and source.report.bytes == path.stat().st_size
+    assert (
+        [n for n, *_ in records] == [1, 3] and peak < 3_000_000 and source.report.bytes == path.stat().st_size
+    )
     assert [str(p) for p in source.report.bad] == ["s.jsonl:2: longer than 100000 bytes"]
 
 
@@ -681,11 +896,16 @@ def test_the_report_counts_all_problems_and_keeps_the_first(tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_bytes(b"{\n" * 3000)
     ingester = ClaudeCodeIngester()
-    assert list(ingester.ingest(path)) == [] and ingester.report.bad_lines == 3000 and len(ingester.report.bad) == 1000
+    assert (
+        list(ingester.ingest(path)) == []
+        and ingester.report.bad_lines == 3000
+        and len(ingester.report.bad) == 1000
+    )
     assert "3000 bad lines" in str(ingester.report) and "s.jsonl:1: not JSON" in str(ingester.report)
 
 
-# --- memory and speed -------------------------------------------------------------------------------------------
+# --- memory and speed
+# -------------------------------------------------------------------------------------------
 
 
 def peak(path: Path, make) -> tuple[int, int]:
@@ -707,13 +927,18 @@ def test_the_peak_does_not_grow_with_the_file(tmp_path, kind):
             sessions.write_atif(path, turns=40, result_chars=4000)
             path.write_bytes(path.read_bytes() * 8 * times)
         elif kind == "conversations":
-            sessions.write_claude_session(path, conversations=24 * times, turns=18, result_chars=2000, contexts=False)
+            sessions.write_claude_session(
+                path, conversations=24 * times, turns=18, result_chars=2000, contexts=False
+            )
         else:
             one_session(path, 24 * times)
         return path
 
     small, large = made("small.jsonl", 1), made("large.jsonl", 5)
-    assert small.stat().st_size > (1e6 if kind in ("chat", "atif") else 4e6) and large.stat().st_size > 4.5 * small.stat().st_size
+    assert (
+        small.stat().st_size > (1e6 if kind in ("chat", "atif") else 4e6)
+        and large.stat().st_size > 4.5 * small.stat().st_size
+    )
     make = {"chat": ChatIngester, "atif": ATIFIngester}.get(kind, lambda: ClaudeCodeIngester(sidechains=True))
     (low, few), (high, many) = peak(small, make), peak(large, make)
     assert many > 4 * few and high < 1.15 * low + 200_000, (low, high)
@@ -726,8 +951,23 @@ def one_session(path: Path, compactions: int) -> None:
         leaf = None
         for c in range(compactions):
             if c:
-                out.write(json.dumps(record(f"k{c}", None, "system", subtype="compact_boundary", logicalParentUuid=leaf)) + "\n")
-            out.write(json.dumps(user(f"s{c}", f"k{c}" if c else None, "Summary.", **({"isCompactSummary": True} if c else {}))) + "\n")
+                out.write(
+                    json.dumps(
+                        record(f"k{c}", None, "system", subtype="compact_boundary", logicalParentUuid=leaf)
+                    )
+                    + "\n"
+                )
+            out.write(
+                json.dumps(
+                    user(
+                        f"s{c}",
+                        f"k{c}" if c else None,
+                        "Summary.",
+                        **({"isCompactSummary": True} if c else {}),
+                    )
+                )
+                + "\n"
+            )
             leaf = f"s{c}"
             for t in range(50):
                 out.write(json.dumps(reply(f"a{c}-{t}", leaf, f"m{c}-{t}", use(f"c{c}-{t}", n=t))) + "\n")
@@ -753,7 +993,8 @@ def test_reading_keeps_up_with_the_parser(tmp_path, parser):
     assert whole >= min(50, alone / 4), (whole, alone)
 
 
-# --- ATIF -------------------------------------------------------------------------------------------------------
+# --- ATIF
+# -------------------------------------------------------------------------------------------------------
 
 
 def trajectory(steps: list[dict], **more) -> dict:
@@ -763,7 +1004,11 @@ def trajectory(steps: list[dict], **more) -> dict:
 
 def agent_step(message="", call=None, observed=None, **more) -> dict:
     step = {"source": "agent", "message": message, **more}
-    step |= {"tool_calls": [{"tool_call_id": call, "function_name": "run", "arguments": {"x": 1}}]} if call else {}
+    step |= (
+        {"tool_calls": [{"tool_call_id": call, "function_name": "run", "arguments": {"x": 1}}]}
+        if call
+        else {}
+    )
     return step | ({"observation": {"results": [observed]}} if observed else {})
 
 
@@ -782,7 +1027,11 @@ def test_every_step_of_a_trajectory_has_its_context(tmp_path, parser, suffix, se
     ingester = ATIFIngester()
     states = list(ingester.ingest(tmp_path))
     compare(states, written.turns)
-    assert states[0].tools == sessions.SCHEMAS and states[0].model == sessions.MODEL and ingester.report.records == 1
+    assert (
+        states[0].tools == sessions.SCHEMAS
+        and states[0].model == sessions.MODEL
+        and ingester.report.records == 1
+    )
     assert states[0].student_ids is None and any(s.failures for s in states)
     assert next(ATIFIngester(token_ids=True).ingest(tmp_path)).student_ids == (1, 2, 3)
 
@@ -792,13 +1041,20 @@ def test_every_step_of_a_trajectory_has_its_context(tmp_path, parser, suffix, se
     ({"extra": {"tool_result_metadata": {"is_error": True}}}, 1), ({"extra": {"exit_code": 1}}, 0), ({"is_error": "yes"}, 0),
 ])  # fmt: skip
 def test_a_step_fails_by_its_flag_only(tmp_path, mark, failed):
-    path = atif(tmp_path / "t.json", trajectory([GO, agent_step(call="c", observed={"source_call_id": "c", "content": "Error: failed", **mark})]))
+    path = atif(
+        tmp_path / "t.json",
+        trajectory(
+            [GO, agent_step(call="c", observed={"source_call_id": "c", "content": "Error: failed", **mark})]
+        ),
+    )
     (state,) = ATIFIngester().ingest(path)
     assert len(state.failures) == failed and state.model == "acme/one" and state.state_id == "t:run/2"
 
 
 def test_a_flag_on_a_step_counts_when_the_step_has_one_call(tmp_path):
-    flagged = agent_step(call="c", observed={"source_call_id": "c", "content": "no"}, extra={"tool_result_is_error": True})
+    flagged = agent_step(
+        call="c", observed={"source_call_id": "c", "content": "no"}, extra={"tool_result_is_error": True}
+    )
     several = copy.deepcopy(flagged)
     several["tool_calls"].append({"tool_call_id": "d", "function_name": "run", "arguments": {}})
     states = list(ATIFIngester().ingest(atif(tmp_path / "t.json", trajectory([GO, flagged, several]))))
@@ -813,24 +1069,38 @@ def test_steps_that_are_no_turns_are_context(tmp_path):
     ])  # fmt: skip
     ingester = ATIFIngester()
     plain, parts = ingester.ingest(atif(tmp_path / "t.json", document))
-    assert contents(plain) == ["You fix code.", "go", "old", "dispatched"] and plain.student_action == Action("ls", thinking="plan")
-    assert parts.messages[-1] == {"role": "user", "content": "a.py"} and parts.student_action.text == "seen\n[image]"
+    assert contents(plain) == ["You fix code.", "go", "old", "dispatched"] and plain.student_action == Action(
+        "ls", thinking="plan"
+    )
+    assert (
+        parts.messages[-1] == {"role": "user", "content": "a.py"}
+        and parts.student_action.text == "seen\n[image]"
+    )
     assert ingester.report.skipped == {"result part image": 1}
 
 
 def test_a_bad_step_costs_itself_and_sub_agents_are_kept_on_request(tmp_path):
-    child = {"trajectory_id": "kid", "agent": {"name": "sub", "version": "1"}, "steps": [GO, agent_step("child")]}
+    child = {
+        "trajectory_id": "kid",
+        "agent": {"name": "sub", "version": "1"},
+        "steps": [GO, agent_step("child")],
+    }
     steps = [GO, {"source": "robot"}, 7, agent_step("A", tool_calls=[{"function_name": ""}]), agent_step("B")]
     document = trajectory(steps, subagent_trajectories=[child, 5])
     path = atif(tmp_path / "t.json", document)
     ingester = ATIFIngester()
-    assert [s.student_action.text for s in ingester.ingest(path)] == ["B"] and ingester.report.skipped == {"sub-agent trajectory": 2}
+    assert [s.student_action.text for s in ingester.ingest(path)] == ["B"] and ingester.report.skipped == {
+        "sub-agent trajectory": 2
+    }
     assert [p.why.split(":")[0] for p in ingester.report.bad] == ["step 2", "step 3", "step 4"]
     with_children = list(ATIFIngester(sidechains=True).ingest(path))
-    assert [s.student_action.text for s in with_children] == ["B", "child"] and len({s.state_id for s in with_children}) == 2
+    assert [s.student_action.text for s in with_children] == ["B", "child"] and len(
+        {s.state_id for s in with_children}
+    ) == 2
 
 
-# --- chat -------------------------------------------------------------------------------------------------------
+# --- chat
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("logged", [False, True])
@@ -840,13 +1110,23 @@ def test_every_chat_turn_has_its_context(tmp_path, parser, logged, seed):
     ingester = ChatIngester()
     states = list(ingester.ingest(tmp_path / "c.jsonl"))
     compare(states, written.turns)
-    assert [s.state_id for s in states] == sorted((s.state_id for s in states), key=lambda id: [int(n) for n in id.split(":")[1].split("/")])
-    assert states[0].tools == sessions.SCHEMAS and states[0].model == "demo/model" and any(s.failures for s in states)
+    assert [s.state_id for s in states] == sorted(
+        (s.state_id for s in states), key=lambda id: [int(n) for n in id.split(":")[1].split("/")]
+    )
+    assert (
+        states[0].tools == sessions.SCHEMAS
+        and states[0].model == "demo/model"
+        and any(s.failures for s in states)
+    )
     assert ingester.report.states == len(states) == len({s.state_id for s in states})
 
 
 def chat_call(id, name="run") -> dict:
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}],
+    }
 
 
 def told(id, said, **more) -> dict:
@@ -888,7 +1168,9 @@ def test_shapes_of_chat_records(tmp_path):
     assert [s.student_action.text for s in states] == ["", "a\nb", "x", "y", "z"]
     assert states[0].student_action.tool_calls == (ToolCall("f", {"x": 1}),)
     assert states[1].messages[1] == legacy and states[2].model == "gpt-5" and len(states[3].messages) == 1
-    assert ingester.report.skipped == {"request without a reply": 2} and ingester.report.unknown == {"no messages": 1}
+    assert ingester.report.skipped == {"request without a reply": 2} and ingester.report.unknown == {
+        "no messages": 1
+    }
     assert [p.line for p in ingester.report.bad] == [7, 8]
 
 
@@ -900,11 +1182,14 @@ def test_thoughts_are_in_no_context(tmp_path):
         messages += [{"role": "assistant", "content": "said", **thought}, ask("and?")]
     messages.append({"role": "assistant", "content": "in code: <think>x</think>"})
     states = list(ChatIngester().ingest(write(tmp_path / "c.jsonl", [{"messages": messages}])))
-    assert "T" not in json.dumps(list(states[-1].messages)) and [s.student_action.thinking for s in states] == ["T1", "T2", "", "T4", "T5", ""]
+    assert "T" not in json.dumps(list(states[-1].messages)) and [
+        s.student_action.thinking for s in states
+    ] == ["T1", "T2", "", "T4", "T5", ""]
     assert [s.student_action.text for s in states] == ["said"] * 5 + ["in code: <think>x</think>"]
 
 
-# --- one door for all ------------------------------------------------------------------------------------------
+# --- one door for all
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_all_formats(tmp_path):
@@ -916,9 +1201,17 @@ def test_a_folder_of_all_formats(tmp_path):
     report = IngestReport()
     states = list(ingest(tmp_path, report=report))
     assert len(states) == len(claude.main_turns) + len(trajectories.turns) + len(chats.turns) == report.states
-    assert report.skipped["file of no known format"] == 1 and report.skipped["side chain file"] == 1 and report.files == 3
-    assert len(list(ingest(tmp_path, sidechains=True))) == report.states + len(claude.turns) - len(claude.main_turns)
-    assert [s for s in ingest(tmp_path / "chat.jsonl", "chat")] == [s for s in ChatIngester().ingest(tmp_path / "chat.jsonl")]
+    assert (
+        report.skipped["file of no known format"] == 1
+        and report.skipped["side chain file"] == 1
+        and report.files == 3
+    )
+    assert len(list(ingest(tmp_path, sidechains=True))) == report.states + len(claude.turns) - len(
+        claude.main_turns
+    )
+    assert [s for s in ingest(tmp_path / "chat.jsonl", "chat")] == [
+        s for s in ChatIngester().ingest(tmp_path / "chat.jsonl")
+    ]
     assert {s.source.split(":")[0] for s in states} == {"p/s.jsonl", "run/trajectory.json", "chat.jsonl"}
 
 
@@ -942,7 +1235,10 @@ def test_formats_are_recognised_behind_broken_and_odd_lines(tmp_path):
 def test_the_report_belongs_to_the_latest_reading(tmp_path):
     path = write(tmp_path / "s.jsonl", [user("u", None, "go"), reply("a", "u", "m", text("A"))])
     ingester = ClaudeCodeIngester()
-    assert len(list(ingester.ingest(path))) == len(list(ingester.ingest(path))) == 1 and ingester.report.states == ingester.report.files == 1
+    assert (
+        len(list(ingester.ingest(path))) == len(list(ingester.ingest(path))) == 1
+        and ingester.report.states == ingester.report.files == 1
+    )
     one = next(iter(ingester.ingest(path)))
     assert one.messages == [ask("go")] and one == next(iter(ingester.ingest(path)))
 

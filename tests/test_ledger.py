@@ -1,4 +1,6 @@
-"""The ledger and the budget: what is on disk when, what a cut or damaged file becomes, and what counts as spent."""
+"""The ledger and the budget: what is on disk when, what a cut or damaged file becomes, and what counts as
+spent.
+"""
 
 import asyncio
 import errno
@@ -42,7 +44,8 @@ def ask(ledger: Ledger, i: int, *, reserved: float = 0.02, cost: float | None = 
     ledger.reply_sync(answer(request, cost), ledger.request_sync(request, reserved, f"s/{i}"))
 
 
-# --- budget -------------------------------------------------------------------------------------------------------
+# --- budget
+# -------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=25)
@@ -106,11 +109,14 @@ def test_amounts_are_finite_and_not_negative(amount: float) -> None:
         Budget(1.0).settle(0.1, 0.1)
 
 
-# --- lines --------------------------------------------------------------------------------------------------------
+# --- lines
+# --------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.text(min_size=1), st.text() | st.integers() | st.floats(allow_nan=False), min_size=1))
+@given(
+    st.dictionaries(st.text(min_size=1), st.text() | st.integers() | st.floats(allow_nan=False), min_size=1)
+)
 def test_a_line_reads_as_it_was_written(record: dict) -> None:
     line = encode_line(record)
     assert line.count(b"\n") == 1 and decode_line(line[:-1]) == record
@@ -131,7 +137,8 @@ def test_replies_survive_what_models_write(path: Path) -> None:
         assert ledger.known(request.key).action == nasty
 
 
-# --- books --------------------------------------------------------------------------------------------------------
+# --- books
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_what_counts_as_spent(path: Path) -> None:
@@ -206,7 +213,8 @@ def test_memory_ledger_counts_too() -> None:
         ask(ledger, 1)
 
 
-# --- when it is on disk -------------------------------------------------------------------------------------------
+# --- when it is on disk
+# -------------------------------------------------------------------------------------------
 
 
 def test_back_only_after_write_and_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +334,8 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         Ledger(tmp_path / "file" / "replay.jsonl")
 
 
-# --- cut, damaged, foreign ----------------------------------------------------------------------------------------
+# --- cut, damaged, foreign
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +360,7 @@ def test_a_cut_anywhere_costs_the_cut_line_and_no_other(whole: bytes, tmp_path: 
         path.write_bytes(whole[:size])
         torn.unlink(missing_ok=True)
         head, tail = whole[:size].rpartition(b"\n")[::2]
-        complete = whole[size:size + 1] == b"\n" and tail
+        complete = whole[size : size + 1] == b"\n" and tail
         header = b"\n" not in whole[:size]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -396,7 +405,10 @@ def test_a_missing_request_line_is_refused(whole: bytes, tmp_path: Path) -> None
         Ledger(tmp_path / "gap.jsonl")
 
 
-@pytest.mark.parametrize("content", [b"notes without an end", b'{"a": 1}\n', encode_line({"kind": "composer_nb.ledger", "version": 2})])
+@pytest.mark.parametrize(
+    "content",
+    [b"notes without an end", b'{"a": 1}\n', encode_line({"kind": "composer_nb.ledger", "version": 2})],
+)
 def test_a_foreign_file_is_left_alone(content: bytes, path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
@@ -406,7 +418,8 @@ def test_a_foreign_file_is_left_alone(content: bytes, path: Path) -> None:
     assert path.read_bytes() == content
 
 
-# --- one writer, many readers -------------------------------------------------------------------------------------
+# --- one writer, many readers
+# -------------------------------------------------------------------------------------
 
 HOLD = """
     import sys, time

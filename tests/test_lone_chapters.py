@@ -1,4 +1,6 @@
-"""Pages opened as Colab and Kaggle open them: an empty folder, a kernel without the package, only the launch cell installs."""
+"""Pages opened as Colab and Kaggle open them: an empty folder, a kernel without the package, only the launch
+cell installs.
+"""
 
 import http.server
 import importlib.metadata
@@ -76,17 +78,22 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> run_lone.Environme
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> run_lone.Sources:
     archive = pack_book(ROOT, tmp_path_factory.mktemp("archive") / "book.tar.gz")
-    return run_lone.Sources(archive, pins=ROOT / "constraints.txt" if sys.version_info[:2] == (3, 11) else None)
+    return run_lone.Sources(
+        archive, pins=ROOT / "constraints.txt" if sys.version_info[:2] == (3, 11) else None
+    )
 
 
-# --- pages that run ---------------------------------------------------------------------------------------------------
+# --- pages that run
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_before_the_launch_cell_nothing_of_the_project_is_there(environments: run_lone.Environments) -> None:
     python = environments.get("bare")
     code = "import importlib.util as u; print([n for n in ('composer_nb', 'trl', 'jaxtyping') if u.find_spec(n)])"
     where = environment_of(python, run_lone.Sources())
-    done = subprocess.run([python, "-c", code], env=where, cwd="/", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-c", code], env=where, cwd="/", capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
     assert "PYTHONPATH" not in where
 
@@ -103,9 +110,7 @@ def test_a_lone_page_finds_package_data_and_folder(environments, sources, tmp_pa
 
 
 def test_a_cell_that_fails_is_named(environments, sources, tmp_path: Path) -> None:
-    result = run_lone.run_page(
-        job("1 / 0"), environments.get("core"), sources, tmp_path / "lone"
-    )
+    result = run_lone.run_page(job("1 / 0"), environments.get("core"), sources, tmp_path / "lone")
     assert re.fullmatch(r"cell \d+: ZeroDivisionError: division by zero", result.reason)
     assert run_lone.report([result], ["nbs/kernels/tiny", "nbs/kernels/other"], "3.11")["failed"] == {
         "nbs/kernels/tiny": result.reason,
@@ -117,13 +122,16 @@ def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> N
     pid = tmp_path / "pid"
     write = f"import os; from pathlib import Path; Path({str(pid)!r}).write_text(str(os.getpid()))"
     notebook = page(write)
-    result = run_lone.run_page(run_lone.Job("x", notebook, ()), environments.get("bare"), sources, tmp_path / "lone")
+    result = run_lone.run_page(
+        run_lone.Job("x", notebook, ()), environments.get("bare"), sources, tmp_path / "lone"
+    )
     assert result.reason == ""
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
 
-# --- what goes wrong is one line that names the remedy -----------------------------------------------------------------
+# --- what goes wrong is one line that names the remedy
+# -----------------------------------------------------------------
 
 
 def test_a_missing_archive_names_the_remedy(environments, tmp_path: Path) -> None:
@@ -206,10 +214,16 @@ def releases(sources: run_lone.Sources) -> Iterator[str]:
 def test_before_a_release_the_branch_is_taken_with_a_printed_line(releases: str, tmp_path: Path) -> None:
     """The cell up to the installation, with a real server in GitHub's place."""
     text = launch.launch_cell(PLACE, page("1"))
-    text = text.replace(f"{launch.settings()['git_url']}/archive/refs/", releases).split("    sys.path.insert")[0]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("COMPOSER_NB_") and "proxy" not in k.lower()}
+    text = text.replace(f"{launch.settings()['git_url']}/archive/refs/", releases).split(
+        "    sys.path.insert"
+    )[0]
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith("COMPOSER_NB_") and "proxy" not in k.lower()
+    }
     where = kept | {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
-    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, env=where, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+    )
     assert re.search(rf"tags/v{re.escape(launch.version())}\.tar\.gz: HTTP Error 404", done.stdout)
     assert (tmp_path / "composer_nb_book" / f"composer_nb-{launch.version()}" / "nbs" / "kernels").is_dir()
 
@@ -221,7 +235,8 @@ def test_elsewhere_the_launch_cell_does_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# --- offline ------------------------------------------------------------------------------------------------------------
+# --- offline
+# ------------------------------------------------------------------------------------------------------------
 
 
 def without_network() -> list[str]:
@@ -235,7 +250,9 @@ def without_network() -> list[str]:
 
 
 def test_a_wheelhouse_opens_a_page_with_the_network_off(environments, tmp_path: Path) -> None:
-    """Collected with the network, used without: a kernel in a network namespace of its own, or behind a dead proxy."""
+    """Collected with the network, used without: a kernel in a network namespace of its own, or behind a dead
+    proxy.
+    """
     house = tmp_path / "house"
     made = collect(house, ROOT, extras=(), python=f"3.{sys.version_info.minor}")
     assert made.archive == f"composer_nb-{launch.version()}.book"
@@ -259,7 +276,8 @@ sys.exit(result.reason or 0)
     assert done.returncode == 0, done.stderr
 
 
-# --- the template -------------------------------------------------------------------------------------------------------
+# --- the template
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_extras_follow_from_imports() -> None:
@@ -280,7 +298,9 @@ def test_extras_of_the_table_exist() -> None:
 
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> None:
-    """Imported names are of Python, the core, or an extra that the launch cell asks for; nothing comes by luck."""
+    """Imported names are of Python, the core, or an extra that the launch cell asks for; nothing comes by
+    luck.
+    """
     core = {
         "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm", "jaxtyping",
         "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml", "composer_nb",
@@ -333,7 +353,9 @@ def test_slow_and_gpu_cells_are_left_out_and_the_spike_smokes() -> None:
 
 
 def test_workers_share_pages_by_extras_and_take_each_once() -> None:
-    jobs = [run_lone.Job(str(n), page(), needs) for n, needs in enumerate([(), ("a",), ("a",), ("a",), ("b",)])]
+    jobs = [
+        run_lone.Job(str(n), page(), needs) for n, needs in enumerate([(), ("a",), ("a",), ("a",), ("b",)])
+    ]
     queue, first, second = run_lone.Queue(jobs), set(), set()
     order = []
     while left := [j for j in (queue.next(first), queue.next(second)) if j]:

@@ -31,7 +31,11 @@ from composer_nb.loss import (
 )
 
 TOKENIZER = tiny.tokenizer()
-REQUESTS = ("Count the lines of README.md.", "Find parser.", "Remove the file build.log, please, and nothing else.")
+REQUESTS = (
+    "Count the lines of README.md.",
+    "Find parser.",
+    "Remove the file build.log, please, and nothing else.",
+)
 ANSWERS = ("wc README.md", "search('parser')", "rm build.log now")
 
 
@@ -42,7 +46,9 @@ def rollouts() -> list[Rollout]:
         context = [{"role": "user", "content": request}]
         prompt, said = encode(TOKENIZER, render(TOKENIZER, context)), encode(TOKENIZER, answer)
         hint = f"Reminder {number}: name a tool." if number else ""
-        made.append(Rollout(prompt + said, [0] * len(prompt) + [1] * len(said), hint=hint, site_context=context))
+        made.append(
+            Rollout(prompt + said, [0] * len(prompt) + [1] * len(said), hint=hint, site_context=context)
+        )
     return made
 
 
@@ -89,7 +95,9 @@ def test_a_channel_that_is_off_changes_no_bit(present):
     batch = full_batch(model)
     bare = {name: batch[name] for name in ("input_ids", "attention_mask", "response_mask")}
     _, reference = gradients(model, bare, alpha_sdpo=0.0, beta_replay=0.0)
-    off = gradients(model, batch, alpha_sdpo=0.0, beta_replay=0.0) if present else gradients(model, bare, **LIT)
+    off = (
+        gradients(model, batch, alpha_sdpo=0.0, beta_replay=0.0) if present else gradients(model, bare, **LIT)
+    )
     assert torch.equal(off[1], reference)
     assert torch.equal(off[0].total, off[0].lm_ce)
 
@@ -113,7 +121,13 @@ def test_more_padding_changes_nothing_beyond_rounding():
     model = tiny.model()
     batch = full_batch(model)
     wider = dict(batch)
-    for name in ("input_ids", "attention_mask", "response_mask", "ctx_teacher_input_ids", "ctx_teacher_attention_mask"):
+    for name in (
+        "input_ids",
+        "attention_mask",
+        "response_mask",
+        "ctx_teacher_input_ids",
+        "ctx_teacher_attention_mask",
+    ):
         wider[name] = torch.nn.functional.pad(batch[name], (0, 7))
     assert close(gradients(model, wider, **LIT)[1], gradients(model, batch, **LIT)[1])
 
@@ -130,7 +144,9 @@ def test_every_order_and_cut_gives_the_full_gradient(order, sizes):
         rows = order[start : start + size]
         start += size
         batch = collate([rollouts()[i] for i in rows], [pairs()[i] for i in rows])
-        batch |= {f"dpo_{s}_ref_logprobs": whole[f"dpo_{s}_ref_logprobs"][rows] for s in ("chosen", "rejected")}
+        batch |= {
+            f"dpo_{s}_ref_logprobs": whole[f"dpo_{s}_ref_logprobs"][rows] for s in ("chosen", "rejected")
+        }
         total = total + gradients(model, batch, counts=parts.scored, **LIT)[1]
     assert close(total, expected)
 
@@ -143,7 +159,9 @@ def test_accumulation_of_policy_losses_with_sequence_counts():
         _, whole = gradients(model, batch, policy_kind=kind)
         count = 3 if kind == "grpo" else batch["response_mask"].sum()
         pieces = [
-            gradients(model, {k: v[i : i + 1] for k, v in batch.items()}, policy_kind=kind, counts={"policy": count})[1]
+            gradients(
+                model, {k: v[i : i + 1] for k, v in batch.items()}, policy_kind=kind, counts={"policy": count}
+            )[1]
             for i in range(3)
         ]
         assert close(sum(pieces), whole)
@@ -235,10 +253,14 @@ def test_build_batch_lights_every_channel_on_both_sides():
 SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
 FAMILIES = {
     "llama": lambda: tiny.model(vocab_size=64),
-    "gemma2 (soft cap)": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.05)),
+    "gemma2 (soft cap)": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.05)
+    ),
     "cohere (logit scale)": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
     "granite (logits scaling)": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
-    "gpt2 (absolute positions)": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
+    "gpt2 (absolute positions)": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
+    ),
 }
 
 
@@ -269,11 +291,21 @@ def test_the_head_check_works_under_autocast():
     assert parts.sdpo_jsd > 0 and parts.sdpo_jsd.dtype == torch.float32
 
 
-@pytest.mark.parametrize("options", [
-    dict(sdpo_sampled=True), dict(sdpo_sampled=True, sdpo_jsd_beta=1.0, sdpo_top_k=3), dict(sdpo_gate=-1.0), dict(kl_coef=float("inf")),
-    dict(replay_label_smoothing=0.7), dict(sdpo_reduction="mean"), dict(sdpo_reduction="seq-mean-token-mean", sdpo_wrapper="eopd"),
-    dict(sdpo_gate=1.0, sdpo_wrapper="taid", taid_t=0.5), dict(kl_estimator="k4"), dict(replay_loss_type="ipo"),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(sdpo_sampled=True),
+        dict(sdpo_sampled=True, sdpo_jsd_beta=1.0, sdpo_top_k=3),
+        dict(sdpo_gate=-1.0),
+        dict(kl_coef=float("inf")),
+        dict(replay_label_smoothing=0.7),
+        dict(sdpo_reduction="mean"),
+        dict(sdpo_reduction="seq-mean-token-mean", sdpo_wrapper="eopd"),
+        dict(sdpo_gate=1.0, sdpo_wrapper="taid", taid_t=0.5),
+        dict(kl_estimator="k4"),
+        dict(replay_loss_type="ipo"),
+    ],
+)
 def test_options_without_meaning_are_refused(options):
     with pytest.raises(ValueError):
         LossConfig(**options)
@@ -283,7 +315,12 @@ def test_means_over_sequences_weigh_turns_equally():
     model = tiny.model(dtype=torch.float64)
     batch = full_batch(model)
     rows = batch["sdpo_loss_mask"].any(1).nonzero().flatten()
-    alone = [compose_loss(model, {k: v[r:r + 1] for k, v in batch.items() if not k.startswith("dpo_")}, alpha_sdpo=1.0) for r in rows]
+    alone = [
+        compose_loss(
+            model, {k: v[r : r + 1] for k, v in batch.items() if not k.startswith("dpo_")}, alpha_sdpo=1.0
+        )
+        for r in rows
+    ]
     both = compose_loss(model, batch, alpha_sdpo=1.0, sdpo_reduction="seq-mean-token-mean")
     assert len(rows) == 2 and len({part.scored["sdpo"] for part in alone}) == 2 and both.scored["sdpo"] == 2
     assert both.sdpo_jsd.item() == pytest.approx(sum(part.sdpo_jsd.item() for part in alone) / 2, rel=1e-4)
@@ -293,11 +330,24 @@ def test_length_normalised_dpo_divides_both_models_sums():
     model, other = tiny.model(), tiny.model(seed=1)
     batch = full_batch(model) | reference_logprobs(other, full_batch(model))
     lengths = [batch[f"dpo_{side}_response_mask"][:, 1:].sum(1) for side in ("chosen", "rejected")]
-    sums = [reference_logprobs(m, batch)[f"dpo_{side}_ref_logprobs"] / n for m in (model, other) for side, n in zip(("chosen", "rejected"), lengths, strict=True)]
+    sums = [
+        reference_logprobs(m, batch)[f"dpo_{side}_ref_logprobs"] / n
+        for m in (model, other)
+        for side, n in zip(("chosen", "rejected"), lengths, strict=True)
+    ]
     margin = 0.5 * ((sums[0] - sums[2]) - (sums[1] - sums[3]))
     parts = compose_loss(model, batch, beta_replay=1.0, replay_dpo_beta=0.5, replay_length_normalised=True)
-    assert parts.trace_replay_dpo.item() == pytest.approx(-torch.nn.functional.logsigmoid(margin).mean().item(), rel=1e-4)
-    hinge = compose_loss(model, batch, beta_replay=1.0, replay_dpo_beta=0.5, replay_length_normalised=True, replay_loss_type="hinge")
+    assert parts.trace_replay_dpo.item() == pytest.approx(
+        -torch.nn.functional.logsigmoid(margin).mean().item(), rel=1e-4
+    )
+    hinge = compose_loss(
+        model,
+        batch,
+        beta_replay=1.0,
+        replay_dpo_beta=0.5,
+        replay_length_normalised=True,
+        replay_loss_type="hinge",
+    )
     assert hinge.trace_replay_dpo.item() == pytest.approx((1 - margin).relu().mean().item(), rel=1e-4)
 
 
@@ -305,17 +355,28 @@ def test_a_leash_pulls_the_policy_channel():
     model = tiny.model()
     batch = full_batch(model)
     shape = batch["input_ids"].shape
-    batch |= {"advantages": torch.zeros(len(shape) and shape[0]), "ref_logprobs": torch.full(shape, -3.0), "old_logprobs": torch.full(shape, -3.0)}
+    batch |= {
+        "advantages": torch.zeros(len(shape) and shape[0]),
+        "ref_logprobs": torch.full(shape, -3.0),
+        "old_logprobs": torch.full(shape, -3.0),
+    }
     free = compose_loss(model, batch)
     held = compose_loss(model, batch, kl_coef=0.1)
-    assert free.total.item() == 0.0 and channel_gradient_norms({"policy": held.total}, model.parameters())["policy"] > 0
+    assert (
+        free.total.item() == 0.0
+        and channel_gradient_norms({"policy": held.total}, model.parameters())["policy"] > 0
+    )
 
 
 def test_the_fused_path_is_the_reference_path():
     model = tiny.model(dtype=torch.float64)
     batch = full_batch(model)
     for options in (dict(), dict(sdpo_top_k=5), dict(sdpo_gate=5.0), dict(sdpo_wrapper="taid", taid_t=0.3)):
-        fused, plain = (compose_loss(model, batch, alpha_sdpo=1.0, sdpo_fused=way, **options) for way in (True, False))
+        fused, plain = (
+            compose_loss(model, batch, alpha_sdpo=1.0, sdpo_fused=way, **options) for way in (True, False)
+        )
         assert fused.sdpo_jsd.item() == pytest.approx(plain.sdpo_jsd.item(), rel=1e-9)
-        for a, b in zip(*(torch.autograd.grad(p.sdpo_jsd, list(model.parameters())) for p in (fused, plain)), strict=True):
+        for a, b in zip(
+            *(torch.autograd.grad(p.sdpo_jsd, list(model.parameters())) for p in (fused, plain)), strict=True
+        ):
             assert torch.allclose(a, b, rtol=1e-6, atol=1e-12)

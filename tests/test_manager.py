@@ -1,4 +1,5 @@
-"""All replicas get the same average or the same refusal, and torchft's own loop runs over a bucket as over a network.
+"""All replicas get the same average or the same refusal, and torchft's own loop runs over a bucket as over a
+network.
 
 Run as a script, this file is one replica of the torchft tests: `python test_manager.py FOLDER RANK`.
 """
@@ -49,7 +50,9 @@ FAST = {"poll_interval_s": 0.02, "timeout_s": 20.0}
 
 
 def in_processes(action, n):
-    """What `action(rank)` returns in each of n forked processes; a string for an error, None for a process that was killed."""
+    """What `action(rank)` returns in each of n forked processes; a string for an error, None for a process
+    that was killed.
+    """
     context = multiprocessing.get_context("fork")
 
     def main(rank, pipe):
@@ -148,7 +151,11 @@ def test_the_average_leaves_its_input_alone_and_keeps_the_sign_of_zero():
     parts = {rank: {"x": torch.tensor([-0.0, 1.0])} for rank in range(2)}
     mean = rank_order_average(parts)["x"]
     assert parts[0]["x"].tolist() == [-0.0, 1.0] and torch.signbit(mean)[0]
-    for op, value in (("mean", torch.tensor([1])), ("sum", torch.tensor([True])), ("max", torch.tensor([1.0]))):
+    for op, value in (
+        ("mean", torch.tensor([1])),
+        ("sum", torch.tensor([True])),
+        ("max", torch.tensor([1.0])),
+    ):
         with pytest.raises(ValueError):
             rank_order_average({0: {"x": value}}, op)
     with pytest.raises(ValueError, match="no contributions"):
@@ -175,20 +182,31 @@ def test_every_process_gets_the_same_bits(tmp_path):
         reduce = reducer(tmp_path, rank, 3)
         out = {name: reduce.allreduce(make(rank), f"layers.0/{name} ~") for name, make in MENU.items()}
         out["count"] = reduce.allreduce(torch.tensor([rank], dtype=torch.int32), "ranks", op="sum")
-        out["rounds"] = [reduce.allreduce(torch.tensor([float(10 * i + rank)]), "ranks").item() for i in range(4)]
+        out["rounds"] = [
+            reduce.allreduce(torch.tensor([float(10 * i + rank)]), "ranks").item() for i in range(4)
+        ]
         return out
 
     first, *others = in_processes(replica, 3)
     for name, make in MENU.items():
         wanted = rank_order_average({rank: {"x": make(rank).detach().contiguous()} for rank in range(3)})["x"]
         for seen in (first, *others):
-            assert torch.equal(seen[name], wanted) and seen[name].dtype == wanted.dtype and not seen[name].requires_grad
-    assert all(seen["count"].tolist() == [3] and seen["rounds"] == [1.0, 11.0, 21.0, 31.0] for seen in (first, *others))
+            assert (
+                torch.equal(seen[name], wanted)
+                and seen[name].dtype == wanted.dtype
+                and not seen[name].requires_grad
+            )
+    assert all(
+        seen["count"].tolist() == [3] and seen["rounds"] == [1.0, 11.0, 21.0, 31.0]
+        for seen in (first, *others)
+    )
     keys = open_bucket(tmp_path).list()
     rounds = {key.split("/")[4] for key in keys if "/rounds/ranks/" in key}
     assert rounds == {"00000003", "00000004"}, "older rounds are swept, the last two are not"
     assert sum(key.startswith("payload/") for key in keys) == 3 * (len(MENU) + 2)
-    assert sum("/run/ranks/" in key for key in keys) == 3, "a tensor named ranks is not taken for the list of ranks"
+    assert sum("/run/ranks/" in key for key in keys) == 3, (
+        "a tensor named ranks is not taken for the list of ranks"
+    )
 
 
 def test_a_killed_process_is_named_and_the_others_get_one_answer(tmp_path):
@@ -299,12 +317,27 @@ def test_names_are_kept_apart():
 @pytest.mark.parametrize(
     "odd, said",
     [
-        (lambda reduce: reduce.allreduce(torch.ones(3, 2), "x"), r"rank 1.*sent 'tensor' as \(3, 2\) float32, not \(2, 3\) float32"),
-        (lambda reduce: reduce.allreduce(torch.ones(2, 3).half(), "x"), r"rank 1.*\(2, 3\) float16, not \(2, 3\) float32"),
-        (lambda reduce: reduce.allreduce(torch.ones(2, 3), "x", op="sum"), "rank 1.*says op 'sum', not 'mean'"),
+        (
+            lambda reduce: reduce.allreduce(torch.ones(3, 2), "x"),
+            r"rank 1.*sent 'tensor' as \(3, 2\) float32, not \(2, 3\) float32",
+        ),
+        (
+            lambda reduce: reduce.allreduce(torch.ones(2, 3).half(), "x"),
+            r"rank 1.*\(2, 3\) float16, not \(2, 3\) float32",
+        ),
+        (
+            lambda reduce: reduce.allreduce(torch.ones(2, 3), "x", op="sum"),
+            "rank 1.*says op 'sum', not 'mean'",
+        ),
         (lambda reduce: reduce.allreduce(torch.full((2, 3), torch.inf), "x"), "rank 1.*not finite"),
-        (lambda reduce: reduce.allreduce_many({"other": torch.ones(2, 3)}, "x"), "rank 1.*sent 'other' as .*, not nothing"),
-        (lambda reduce: reduce.allreduce_many({"tensor": torch.ones(2, 3)}, "x", tag="step 4"), "rank 1.*says tag 'step 4', not ''"),
+        (
+            lambda reduce: reduce.allreduce_many({"other": torch.ones(2, 3)}, "x"),
+            "rank 1.*sent 'other' as .*, not nothing",
+        ),
+        (
+            lambda reduce: reduce.allreduce_many({"tensor": torch.ones(2, 3)}, "x", tag="step 4"),
+            "rank 1.*says tag 'step 4', not ''",
+        ),
     ],
 )
 def test_the_odd_one_is_named_on_all_ranks_and_at_once(tmp_path, odd, said):
@@ -362,7 +395,9 @@ def test_a_damaged_payload_is_never_in(tmp_path, kind):
     by_hand(bucket, tensors, lambda data: damage(data, kind, 0), run="go-on")
     assert reducer(tmp_path, 0, 2, round_id="go-on", min_ranks=1).allreduce(torch.tensor([1.0]), "x") == 1
     by_hand(bucket, tensors, run="whole")
-    assert reducer(tmp_path, 0, 2, round_id="whole").allreduce(torch.tensor([1.0]), "x") == 2, "by hand it does work"
+    assert reducer(tmp_path, 0, 2, round_id="whole").allreduce(torch.tensor([1.0]), "x") == 2, (
+        "by hand it does work"
+    )
 
 
 ODD_SPEC = b'{"form": {"world_size": 2, "tag": "", "op": "mean", "quantize": null, "spec": {"tensor": 3}}}'
@@ -378,7 +413,9 @@ def test_an_offer_that_is_none_is_refused(tmp_path, data):
 
 def test_a_record_comes_back_whole():
     ref = PayloadRef("0" * 64, 9, {"x": ((2,), "float32")})
-    record = RoundRecord(True, {"op": "mean"}, {0: ref, 11: ref}, {0: None, 11: {"kind": "int8"}}, (3,), {4: "why"}, 11, 0.5)
+    record = RoundRecord(
+        True, {"op": "mean"}, {0: ref, 11: ref}, {0: None, 11: {"kind": "int8"}}, (3,), {4: "why"}, 11, 0.5
+    )
     assert RoundRecord.from_bytes(record.to_bytes()) == record
     for wrong in (b"", b"[]", b"{}", b'{"refs": {}, "metas": {}, "refused": {}}'):
         with pytest.raises(ValueError):
@@ -394,7 +431,9 @@ def test_giving_up_and_coming_at_the_same_moment_have_one_outcome(tmp_path):
 
         def replica(rank, i=i):
             time.sleep(rank * {0: 0.0, 1: 0.3}.get(i, 0.04 + 0.001 * i))
-            return reducer(tmp_path, rank, 2, round_id=f"r{i}", timeout_s=0.05, poll_interval_s=0.002).allreduce(torch.ones(1), "x")
+            return reducer(
+                tmp_path, rank, 2, round_id=f"r{i}", timeout_s=0.05, poll_interval_s=0.002
+            ).allreduce(torch.ones(1), "x")
 
         seen = {type(result) for result in in_threads(replica, 2)}
         assert len(seen) == 1, seen
@@ -414,14 +453,21 @@ def test_a_late_rank_gets_the_average_of_the_others(tmp_path):
 
 
 def test_a_rank_that_slept_cannot_decide_a_round_again(tmp_path):
-    """Rank 1 is stopped right before it writes the record; meanwhile rank 0 decides the round, goes on, and sweeps it."""
+    """Rank 1 is stopped right before it writes the record; meanwhile rank 0 decides the round, goes on, and
+    sweeps it.
+    """
     first, second = (reducer(tmp_path, rank, 2, min_ranks=1, grace_s=0.0) for rank in range(2))
     bucket = room.take_rank(second)
     create = bucket.put_if_absent
 
     def sleepy(key, data):
         if key.endswith("00000000/record.json"):
-            assert [first.allreduce(torch.tensor([5.0]), "x").item() for _ in range(4)] == [7.0, 5.0, 5.0, 5.0]
+            assert [first.allreduce(torch.tensor([5.0]), "x").item() for _ in range(4)] == [
+                7.0,
+                5.0,
+                5.0,
+                5.0,
+            ]
         return create(key, data)
 
     bucket.put_if_absent = sleepy
@@ -513,7 +559,11 @@ def replica_main(folder, rank):
     out["LocalSGD"] = average_weights(manager("LocalSGD"), rank)
     counted = manager("counted")
     walk(counted, rank)
-    out["state"] = {**counted.state_dict(), "participants": counted.num_participants(), "rounds": len(counted.all_reduce.events)}
+    out["state"] = {
+        **counted.state_dict(),
+        "participants": counted.num_participants(),
+        "rounds": len(counted.all_reduce.events),
+    }
     torch.save(out, f"{folder}-{rank}.pt")
 
 
@@ -522,7 +572,10 @@ def torchft_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torchft") / "bucket"
     command = [sys.executable, __file__, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    replicas = [subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    replicas = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     for replica in replicas:
         _, said = replica.communicate(timeout=120)
         assert replica.returncode == 0, said
@@ -563,7 +616,9 @@ def test_local_sgd_averages_the_weights(torchft_runs):
 def test_counters(torchft_runs):
     for rank in range(2):
         state = torchft_runs[rank]["state"]
-        assert state == {"step": 3, "batches_committed": 6, "participants": 2, "rounds": 3}, "one round per meeting, not per parameter"
+        assert state == {"step": 3, "batches_committed": 6, "participants": 2, "rounds": 3}, (
+            "one round per meeting, not per parameter"
+        )
 
 
 def test_the_surface_is_what_torchft_calls():
@@ -611,11 +666,15 @@ def test_several_buckets_hold_what_belongs_to_them(tmp_path):
 
     def replica(manager, rank):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model = nn.Sequential(
+            nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        )
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         outer = torch.optim.SGD(model.parameters(), lr=1.0)
         start = [value.detach().clone() for value in model.parameters()]
-        with DiLoCo(manager, [model], inner, outer, sync_every=1, use_bucketization=True, bucket_cap_mb=64 / 2**20):
+        with DiLoCo(
+            manager, [model], inner, outer, sync_every=1, use_bucketization=True, bucket_cap_mb=64 / 2**20
+        ):
             for i, value in enumerate(model.parameters()):
                 value.grad = torch.full_like(value, float(i + 1) * (rank + 1))
             inner.step()
@@ -713,7 +772,10 @@ def test_wrong_use_of_the_manager(tmp_path):
 def test_state_goes_on_where_it_stopped(tmp_path):
     def loop(steps, resume=None):
         manager, model = ObjectStoreManager(tmp_path, 0, 1), build()
-        inner, outer = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), **OUTER)
+        inner, outer = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.optim.SGD(model.parameters(), **OUTER),
+        )
         diloco = DiLoCo(manager, [model], inner, outer, sync_every=3)
         data = batches(0)
         if resume:
@@ -772,7 +834,10 @@ def test_the_same_over_s3(s3_client):  # noqa: F811
         reduce = reducer(bucket, rank, 2)
         rounds = [reduce.allreduce(torch.tensor([float(i + rank)]), "x").item() for i in range(4)]
         manager, model = ObjectStoreManager(bucket, rank, 2, **FAST | {"round_id": "loop"}), models[rank]
-        inner, outer = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), **OUTER)
+        inner, outer = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.optim.SGD(model.parameters(), **OUTER),
+        )
         with DiLoCo(manager, [model], inner, outer, sync_every=3):
             data = batches(rank)
             for _ in range(6):

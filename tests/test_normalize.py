@@ -1,4 +1,6 @@
-"""Normalizing: data-juicer runs for real, in a process of its own; pairs come back as they went, and every loss is named."""
+"""Normalizing: data-juicer runs for real, in a process of its own; pairs come back as they went, and every
+loss is named.
+"""
 
 import asyncio
 import logging

@@ -280,7 +280,9 @@ def test_delayed_nesterov_with_period_one_is_nesterov() -> None:
 
 @pytest.mark.parametrize("activation", [0.0, 0.1, 0.25])
 def test_delayed_nesterov_in_scalars(activation: float) -> None:
-    "The pseudocode of arXiv 2401.09135, as utnslab/halos has it: the sum grows, momentum moves on every Nth only."
+    """The pseudocode of arXiv 2401.09135, as utnslab/halos has it: the sum grows, momentum moves on every
+    Nth only.
+    """
     n, lr, beta = 4, 0.5, 0.9
     config = OuterConfig("delayed_nesterov", lr=lr, momentum=beta, period=n, activation=activation)
     params, state = {"w": torch.tensor([1.0], dtype=torch.float64)}, OuterState()
@@ -796,7 +798,9 @@ def test_positions_outside_are_refused() -> None:
 def test_a_flipped_byte_is_refused_or_still_finite_and_in_shape(
     payloads: list, which: int, place: int, flip: int
 ) -> None:
-    "The hash of the file is the rendezvous's business; here no damage may crash otherwise than by ValueError."
+    """The hash of the file is the rendezvous's business; here no damage may crash otherwise than by
+    ValueError.
+    """
     tensors, sent = payloads[which]
     data = bytearray(sent.to_bytes())
     data[place % len(data)] ^= flip

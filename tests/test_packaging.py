@@ -158,14 +158,23 @@ def test_self_references_name_this_distribution_and_extras_that_exist() -> None:
         assert set(inside.split(",")) <= extras.keys()
 
 
-WRONG_INSTALL = re.compile(r"(?:pip|uv)3? install[^\n`]*?[\s\"'=](composer[-_]nb)(?![\w-]|\.git|/)", re.IGNORECASE)
+WRONG_INSTALL = re.compile(
+    r"(?:pip|uv)3? install[^\n`]*?[\s\"'=](composer[-_]nb)(?![\w-]|\.git|/)", re.IGNORECASE
+)
 WRONG_VERSION = re.compile(r"(?:version|distribution)\(\s*[\"'](composer[-_]nb)[\"']")
 WARNED = "Do not run `pip install composer-nb`"
 
 
 def printed() -> Iterator[tuple[str, str]]:
     """Everything that a reader is shown: pages, notebooks, the package's messages."""
-    for pattern in ("*.md", "book/*.md", "composer_nb/**/*.py", "scripts/*.py", "spikes/*.py", ".github/**/*.yml"):
+    for pattern in (
+        "*.md",
+        "book/*.md",
+        "composer_nb/**/*.py",
+        "scripts/*.py",
+        "spikes/*.py",
+        ".github/**/*.yml",
+    ):
         for path in ROOT.glob(pattern):
             yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     for pattern in ("nbs/*/*.ipynb", "spikes/*/*.ipynb"):
@@ -186,18 +195,27 @@ def test_every_printed_install_names_this_distribution() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["pip install composer_nb", 'run pip install "composer_nb[replay]"', "pip install -U 'composer-nb[diloco]'"],
+    [
+        "pip install composer_nb",
+        'run pip install "composer_nb[replay]"',
+        "pip install -U 'composer-nb[diloco]'",
+    ],
 )
 def test_a_wrong_install_would_be_found(line: str) -> None:
     assert WRONG_INSTALL.search(line)
 
 
 def test_right_installs_are_left_alone() -> None:
-    for line in ('pip install "composer-notebooks[replay]"', "composer-nb wheelhouse out", "git clone x/composer_nb"):
+    for line in (
+        'pip install "composer-notebooks[replay]"',
+        "composer-nb wheelhouse out",
+        "git clone x/composer_nb",
+    ):
         assert not WRONG_INSTALL.search(line)
 
 
-# --- what an import brings -------------------------------------------------------------------------------------------
+# --- what an import brings
+# -------------------------------------------------------------------------------------------
 
 FORBID = """
 import sys
@@ -213,7 +231,9 @@ sys.meta_path.insert(0, Forbidden())
 
 def import_without(names: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
     source = FORBID.format(names=names) + code
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,8 +267,20 @@ def at_import(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def test_no_module_imports_what_only_extras_have() -> None:
-    """Extras are imported where they are used; a module that needs one to be imported would break the core install."""
-    optional = {"matplotlib", "pandas", "torchft", "zstandard", "s3fs", "data_juicer", "moto", "peft", "kingfisher_sdk"}
+    """Extras are imported where they are used; a module that needs one to be imported would break the core
+    install.
+    """
+    optional = {
+        "matplotlib",
+        "pandas",
+        "torchft",
+        "zstandard",
+        "s3fs",
+        "data_juicer",
+        "moto",
+        "peft",
+        "kingfisher_sdk",
+    }
     found = []
     for path in sorted((ROOT / "composer_nb").rglob("*.py")):
         if "drills" in path.parts:  # by name what chapters practise on
@@ -260,7 +292,8 @@ def test_no_module_imports_what_only_extras_have() -> None:
     assert not found
 
 
-# --- the package's own names -----------------------------------------------------------------------------------------
+# --- the package's own names
+# -----------------------------------------------------------------------------------------
 
 
 def test_every_public_name_is_where_the_table_says() -> None:
@@ -286,12 +319,15 @@ def test_a_planned_name_says_where_it_will_be() -> None:
     for name, module in composer_nb._PLANNED.items():
         with pytest.raises(ImportError, match=rf"composer_nb\.{module}"):
             getattr(composer_nb, name)
-        assert not (ROOT / "composer_nb" / f"{module.replace('.', '/')}.py").exists(), f"{name} is built: move it"
+        assert not (ROOT / "composer_nb" / f"{module.replace('.', '/')}.py").exists(), (
+            f"{name} is built: move it"
+        )
     with pytest.raises(AttributeError, match="no_such_name"):
         composer_nb.no_such_name  # noqa: B018
 
 
-# --- release and containers ------------------------------------------------------------------------------------------
+# --- release and containers
+# ------------------------------------------------------------------------------------------
 
 
 def make_targets() -> set[str]:

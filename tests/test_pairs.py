@@ -1,4 +1,6 @@
-"""Pairs: one spelling for an action, groups in which every two agree, and contexts that lose nothing in a chat template."""
+"""Pairs: one spelling for an action, groups in which every two agree, and contexts that lose nothing in a
+chat template.
+"""
 
 import itertools
 import json
@@ -209,7 +211,15 @@ def test_hidden_states_are_the_models_own_mean_and_do_not_depend_on_neighbours()
 
 @pytest.mark.parametrize(
     ("reply", "verdict"),
-    [("yes", True), (" No.\n", False), ("YES!", True), ("yes, mostly", None), ("", None), ("maybe", None), ("yesno", None)],
+    [
+        ("yes", True),
+        (" No.\n", False),
+        ("YES!", True),
+        ("yes, mostly", None),
+        ("", None),
+        ("maybe", None),
+        ("yesno", None),
+    ],
 )
 def test_llm_judge_counts_only_a_bare_word(reply, verdict):
     assert LLMJudge(lambda prompt: reply)("a", "b") is verdict

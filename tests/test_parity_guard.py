@@ -1,4 +1,6 @@
-"""`tests/conftest.py` on a small suite: a skipped parity test fails, other skips stay skips, parity runs first."""
+"""`tests/conftest.py` on a small suite: a skipped parity test fails, other skips stay skips, parity runs
+first.
+"""
 
 import shutil
 import subprocess

@@ -32,8 +32,10 @@ class Batch:
 
     def __init__(self, seed: int, rows: int = 6, length: int = 5) -> None:
         generator = torch.Generator().manual_seed(seed)
+
         def draw(*shape):
             return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
         self.mask = torch.arange(length) < torch.randint(length + 1, (rows, 1), generator=generator)
         self.old = 0.5 * draw(rows, length) - 2
         self.new, self.ref = self.old + 0.4 * draw(rows, length), self.old + 0.4 * draw(rows, length)
@@ -72,7 +74,8 @@ def losses_of(batch: Batch) -> dict[str, Callable[[Tensor], Tensor]]:
 NAMES = (*KINDS, "dppo", "reference_kl")
 
 
-# --- advantages --------------------------------------------------------------------------------------------------
+# --- advantages
+# --------------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -114,7 +117,8 @@ def test_sixteen_bit_and_integer_rewards_are_widened() -> None:
         assert group_advantages(torch.tensor([1, 0]).to(dtype), 2).dtype is torch.float32
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# --- losses
+# ------------------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -184,7 +188,9 @@ def test_padding_does_not_matter(seed: int, kind: str, width: int) -> None:
 @relaxed
 @given(seeds, st.sampled_from(KINDS))
 def test_on_policy_gradient_is_minus_the_advantage(seed: int, kind: str) -> None:
-    "Before the first update no kind clips, and the push on each token is the advantage over the kind's divisor."
+    """Before the first update no kind clips, and the push on each token is the advantage over the kind's
+    divisor.
+    """
     batch = Batch(seed)
     new = batch.old.clone().requires_grad_()
     out = policy_loss(new, batch.old, batch.advantages, batch.mask, kind=kind, max_completion_length=8)
@@ -288,7 +294,8 @@ def test_sixteen_bit_inputs_are_widened() -> None:
     torch.testing.assert_close(policy_loss(*halves, batch.mask).loss, wide, rtol=0, atol=0)
 
 
-# --- KL ----------------------------------------------------------------------------------------------------------
+# --- KL
+# ----------------------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -315,7 +322,8 @@ def test_kl_coefficient_adds_its_mean(kind: str) -> None:
     torch.testing.assert_close(leashed - plain, 0.5 * mean, rtol=1e-10, atol=1e-12)
 
 
-# --- DPPO --------------------------------------------------------------------------------------------------------
+# --- DPPO
+# --------------------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -343,7 +351,8 @@ def test_dropped_tokens_are_still_pulled_back() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, new)[0], (new - old).detach())
 
 
-# --- length penalty ----------------------------------------------------------------------------------------------
+# --- length penalty
+# ----------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -365,7 +374,8 @@ def test_length_penalty_is_continuous_at_one(gap: float, sign: int, dtype: torch
     torch.testing.assert_close(near, limit, rtol=8 * gap + 8 * torch.finfo(dtype).eps, atol=0)
 
 
-# --- errors ------------------------------------------------------------------------------------------------------
+# --- errors
+# ------------------------------------------------------------------------------------------------------
 
 B = Batch(0)
 
@@ -410,7 +420,10 @@ def test_a_leash_in_the_reward_costs_the_summed_estimate(seed, kind, coef):
     assert torch.allclose(shaped, by_hand, atol=1e-12) and not shaped.requires_grad
 
 
-@pytest.mark.parametrize(("change", "message"), [(dict(coef=-1.0), "coef is -1"), (dict(coef=math.nan), "coef is nan"), (dict(kind="k4"), "unknown KL")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(dict(coef=-1.0), "coef is -1"), (dict(coef=math.nan), "coef is nan"), (dict(kind="k4"), "unknown KL")],
+)
 def test_bad_leashes_are_named(change, message):
     batch = Batch(0)
     with pytest.raises(ValueError, match=message):

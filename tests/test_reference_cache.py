@@ -1,4 +1,6 @@
-"""Reference log-probs: scored once, kept for exactly this model and these tokens, safe against kills and damage."""
+"""Reference log-probs: scored once, kept for exactly this model and these tokens, safe against kills and
+damage.
+"""
 
 import multiprocessing
 import subprocess
@@ -84,10 +86,13 @@ def values(pairs: list[DPOPair]) -> torch.Tensor:
 def one_by_one(model: nn.Module, pairs: list[DPOPair]) -> torch.Tensor:
     "Without cache, sorting or padding."
     rows = [reference_logprobs(model, COLLATOR([], [pair])) for pair in pairs]
-    return torch.stack([torch.cat([row[f"dpo_{side}_ref_logprobs"] for side in ("chosen", "rejected")]) for row in rows])
+    return torch.stack(
+        [torch.cat([row[f"dpo_{side}_ref_logprobs"] for side in ("chosen", "rejected")]) for row in rows]
+    )
 
 
-# --- scoring -----------------------------------------------------------------------------------------------------
+# --- scoring
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -143,10 +148,15 @@ def test_a_pair_given_twice_is_scored_once(tmp_path: Path) -> None:
 def test_a_pair_of_which_one_reply_is_known_is_scored_and_the_known_number_stays(tmp_path: Path) -> None:
     cache, (pair, *_) = ReferenceCache(tmp_path), make_pairs()
     counted = Counted()
-    cache.put([ReferenceCache.key(reference_cache._scorer(counted.model), *pair_ids(TOKENIZER, pair, "chosen"))], [-1.0])
+    cache.put(
+        [ReferenceCache.key(reference_cache._scorer(counted.model), *pair_ids(TOKENIZER, pair, "chosen"))],
+        [-1.0],
+    )
     (done,) = counted.score([pair], cache)
     assert counted.pairs_scored == 1 and done.chosen_ref_logprob == -1.0
-    assert done.rejected_ref_logprob == pytest.approx(one_by_one(counted.model, [pair])[0, 1].item(), abs=1e-10)
+    assert done.rejected_ref_logprob == pytest.approx(
+        one_by_one(counted.model, [pair])[0, 1].item(), abs=1e-10
+    )
 
 
 def test_batches_go_from_long_to_short(tmp_path: Path) -> None:
@@ -189,7 +199,8 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert values(done).isfinite().all()
 
 
-# --- another reference -------------------------------------------------------------------------------------------
+# --- another reference
+# -------------------------------------------------------------------------------------------
 
 
 def known(model: nn.Module, folder: Path) -> bool:
@@ -229,7 +240,8 @@ def test_adapters_switched_off_are_another_reference(tmp_path: Path) -> None:
     assert known(model, tmp_path)
 
 
-# --- interruptions -----------------------------------------------------------------------------------------------
+# --- interruptions
+# -----------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_run_resumes_with_the_rest(tmp_path: Path) -> None:
@@ -254,7 +266,9 @@ counted.score(make_pairs(), reference_cache.ReferenceCache(sys.argv[1]), batch_s
 
 def test_a_killed_process_leaves_what_it_had_saved(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == -9, done.stderr
     counted = Counted()
     counted.score(make_pairs(), ReferenceCache(tmp_path), batch_size=2)
@@ -278,7 +292,9 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
         writer.join(60)
     assert [writer.exitcode for writer in writers] == [0] * 4
     keys = [ReferenceCache.key("m", [writer], [i]) for writer in range(4) for i in range(20)]
-    assert ReferenceCache(tmp_path).get(keys) == [-1.0 - writer - i / 100 for writer in range(4) for i in range(20)]
+    assert ReferenceCache(tmp_path).get(keys) == [
+        -1.0 - writer - i / 100 for writer in range(4) for i in range(20)
+    ]
 
 
 def test_what_is_on_disk_stays(tmp_path: Path) -> None:
@@ -291,7 +307,8 @@ def test_what_is_on_disk_stays(tmp_path: Path) -> None:
     assert second.get([key]) == ReferenceCache(tmp_path).get([key]) == [-1.0]
 
 
-# --- files -------------------------------------------------------------------------------------------------------
+# --- files
+# -------------------------------------------------------------------------------------------------------
 
 KEYS = [ReferenceCache.key("m", [1], [i]) for i in range(3)]
 
@@ -351,7 +368,9 @@ DAMAGE = {
     "swapped digests": lambda file: rewrite(file, digests=load_file(file)["digests"].flip(0).contiguous()),
     "another model's": other_models_file,
     "fewer digests": lambda file: rewrite(file, True, digests=load_file(file)["digests"][:2].contiguous()),
-    "shorter digests": lambda file: rewrite(file, True, digests=load_file(file)["digests"][:, :31].contiguous()),
+    "shorter digests": lambda file: rewrite(
+        file, True, digests=load_file(file)["digests"][:, :31].contiguous()
+    ),
     "two dimensions": lambda file: rewrite(file, True, logprobs=load_file(file)["logprobs"].view(3, 1)),
     "foreign tensors": lambda file: save_file({"weight": torch.zeros(3)}, file),
     "no metadata": lambda file: save_file(load_file(file), file),
@@ -380,7 +399,12 @@ def test_damage_found_while_flushing_costs_nothing_that_is_in_memory(file: Path)
     cache.put([ReferenceCache.key("m", [9], [9])], [-9.0])
     with pytest.warns(UserWarning, match="is damaged"):
         cache.flush()
-    assert ReferenceCache(file.parent).get([*KEYS, ReferenceCache.key("m", [9], [9])]) == [-0.1, -200.25, -3e-9, -9.0]
+    assert ReferenceCache(file.parent).get([*KEYS, ReferenceCache.key("m", [9], [9])]) == [
+        -0.1,
+        -200.25,
+        -3e-9,
+        -9.0,
+    ]
 
 
 def test_a_flush_that_fails_leaves_the_old_file_and_no_litter(file: Path, monkeypatch) -> None:
@@ -395,7 +419,8 @@ def test_a_flush_that_fails_leaves_the_old_file_and_no_litter(file: Path, monkey
     assert ReferenceCache(file.parent).get([ReferenceCache.key("m", [9], [9])]) == [-9.0]
 
 
-# --- keys --------------------------------------------------------------------------------------------------------
+# --- keys
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_where_the_prompt_ends_is_part_of_the_key() -> None:

@@ -1,4 +1,6 @@
-"""A round is closed once, by anybody; what is committed is never lost; who is wrong is told, and the others go on."""
+"""A round is closed once, by anybody; what is committed is never lost; who is wrong is told, and the others
+go on.
+"""
 
 import json
 import multiprocessing
@@ -29,7 +31,11 @@ from composer_nb.diloco.run_log import Behind, LostPayload
 from composer_nb.diloco.store import BucketReadOnly, BucketUnavailable, open_bucket
 from composer_nb.drills.damage import damage
 
-START = {"layers.0.w": torch.arange(6.0).reshape(2, 3), "layers.1.w": torch.ones(5), "layers.2.b": torch.zeros(())}
+START = {
+    "layers.0.w": torch.arange(6.0).reshape(2, 3),
+    "layers.1.w": torch.ones(5),
+    "layers.2.b": torch.zeros(()),
+}
 SPEC = spec_of(START)
 LEASE = 8.0
 
@@ -48,7 +54,15 @@ class World:
 
     def seat(self, rank: int, **options) -> Rendezvous:
         options = {"spec": SPEC, "lease_s": LEASE, "timeout_s": 20.0, "snapshot_every": 3} | options
-        return Rendezvous(self.bucket, rank, run_id="run", clock=lambda: self.now, sleep=self.sleep, background=False, **options)
+        return Rendezvous(
+            self.bucket,
+            rank,
+            run_id="run",
+            clock=lambda: self.now,
+            sleep=self.sleep,
+            background=False,
+            **options,
+        )
 
     def enter(self, rank: int, *, replace: bool = False, **options) -> Rendezvous:
         rv = self.seat(rank, **options)
@@ -98,7 +112,11 @@ def world() -> World:
 
 def same(a: State, b: State) -> bool:
     left, right = a.to_tensors(), b.to_tensors()
-    return (a.round, a.head) == (b.round, b.head) and left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+    return (
+        (a.round, a.head) == (b.round, b.head)
+        and left.keys() == right.keys()
+        and all(torch.equal(left[k], right[k]) for k in left)
+    )
 
 
 @pytest.mark.parametrize("compression", [None, "int8", "int4", "topk"])
@@ -113,7 +131,9 @@ def test_every_replica_averages_to_the_same_bits_as_a_single_process(world, comp
         if compression:
             parts = {rank: decompress(compress(part, compression)[0]) for rank, part in parts.items()}
         average = weighted_average(parts, {rank: 100 + rank for rank in range(3)})
-        moved, outer[(number - 1) % 2] = outer_step({n: params[n] for n in names}, average, outer[(number - 1) % 2], OuterConfig())
+        moved, outer[(number - 1) % 2] = outer_step(
+            {n: params[n] for n in names}, average, outer[(number - 1) % 2], OuterConfig()
+        )
         params |= moved
         assert same(seats[0].state, State(number, params, tuple(outer), seats[2].state.head))
         assert same(seats[0].state, seats[1].state) and same(seats[0].state, seats[2].state)
@@ -292,14 +312,24 @@ def test_late_offers(world, late):
     seats = [world.enter(rank, config=config, grace_s=0.0) for rank in range(2)]
     offer(seats[0], 1)
     record = seats[0].poll(1)
-    assert record.ranks == (0,) and not offer(seats[1], 1) and not seats[1].includes(record) and seats[0].includes(record)
+    assert (
+        record.ranks == (0,)
+        and not offer(seats[1], 1)
+        and not seats[1].includes(record)
+        and seats[0].includes(record)
+    )
     for rv in seats:
         rv.apply(record)
     offer(seats[0], 2)
     offer(seats[1], 2, base=0)
     record = seats[0].poll(2)
-    assert record.weights == {"refuse": {0: 100}, "carry": {0: 100, 1: 100}, "weight": {0: 100, 1: 100 * (1 / 1.5)}}[late]
-    assert set(record.refused) == ({1} if late == "refuse" else set()) and all("late" in why for why in record.refused.values())
+    assert (
+        record.weights
+        == {"refuse": {0: 100}, "carry": {0: 100, 1: 100}, "weight": {0: 100, 1: 100 * (1 / 1.5)}}[late]
+    )
+    assert set(record.refused) == ({1} if late == "refuse" else set()) and all(
+        "late" in why for why in record.refused.values()
+    )
     for rv in seats:
         rv.apply(record)
     assert same(seats[0].state, seats[1].state)
@@ -313,7 +343,10 @@ def test_a_rejoiner_has_the_bits_of_the_others(world, rounds):
     world.awake.remove(seats[1])
     back = world.enter(1, replace=True, config=RunConfig(n_fragments=2))
     assert same(back.state, seats[0].state) and back.state.round == rounds
-    assert torch.equal(back.state.outer[0].buffers["momentum"]["layers.0.w"], seats[0].state.outer[0].buffers["momentum"]["layers.0.w"])
+    assert torch.equal(
+        back.state.outer[0].buffers["momentum"]["layers.0.w"],
+        seats[0].state.outer[0].buffers["momentum"]["layers.0.w"],
+    )
     assert same(back.latest(), seats[0].state)
     assert world.round(seats[0], back).ranks == (0, 1)
 
@@ -405,16 +438,33 @@ def test_compressed_in_another_order_than_the_others_read(world):
         rv.offer(1, compress(backwards, "int8")[0], tokens=1, steps=1)
 
 
-@pytest.mark.parametrize("forged", [
-    b"{", b"[]", b"\xff", {"tokens": 10**400}, {"meta": []}, {"tokens": -5}, {"tokens": 0}, {"base": 7},
-    {"rank": 0}, {"weight": -1.0}, {"ref": {"sha256": "x", "size": 0, "spec": {}}},
-    {"ref": {"sha256": "0" * 64, "size": 9, "spec": {k: [list(s), d] for k, (s, d) in SPEC.items()}}}, {"meta": {"kind": "int8"}},
-])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        {"tokens": 10**400},
+        {"meta": []},
+        {"tokens": -5},
+        {"tokens": 0},
+        {"base": 7},
+        {"rank": 0},
+        {"weight": -1.0},
+        {"ref": {"sha256": "x", "size": 0, "spec": {}}},
+        {"ref": {"sha256": "0" * 64, "size": 9, "spec": {k: [list(s), d] for k, (s, d) in SPEC.items()}}},
+        {"meta": {"kind": "int8"}},
+    ],
+)
 def test_an_offer_that_makes_no_sense_is_refused(world, forged):
     seats = [world.enter(rank) for rank in range(2)]
     for rv in seats:
         offer(rv, 1)
-    data = forged if isinstance(forged, bytes) else json.dumps(offered_by(seats[0], 1, 1).to_dict() | forged).encode()
+    data = (
+        forged
+        if isinstance(forged, bytes)
+        else json.dumps(offered_by(seats[0], 1, 1).to_dict() | forged).encode()
+    )
     seats[0].bucket.put("rounds/00000001/offers/00001.json", data)
     record = seats[0].poll(1)
     assert record.ranks == (0,) and set(record.refused) == {1}
@@ -443,7 +493,11 @@ def test_damage_after_the_commit_without_help_is_a_clear_error_that_can_be_tried
     seats, record = committed_and_spoiled(world)
     with pytest.raises(LostPayload, match="round 1, rank 0") as caught:
         seats[1].apply(record)
-    assert caught.value.round == 1 and seats[1].state.round == 0 and pickle.loads(pickle.dumps(caught.value)).round == 1
+    assert (
+        caught.value.round == 1
+        and seats[1].state.round == 0
+        and pickle.loads(pickle.dumps(caught.value)).round == 1
+    )
     seats[0].apply(record)
     seats[0].sweep()
     write_snapshot(seats[0])
@@ -531,6 +585,7 @@ class Flaky:
             if self.error is not None and (not self.writes_only or name.startswith("put")):
                 raise self.error
             return call(*args)
+
         return wrapper
 
 
@@ -575,7 +630,14 @@ def test_a_replica_that_may_not_write_is_told_at_once_and_the_others_go_on(world
 
 def test_rubbish_in_the_bucket_harms_nobody(world):
     seats = [world.enter(rank) for rank in range(2)]
-    for key in ("members/00000/x.json", "members/odd", "members/00007/00000000.json", "snapshots/note.txt", "rounds/note/a", "rounds/x"):
+    for key in (
+        "members/00000/x.json",
+        "members/odd",
+        "members/00007/00000000.json",
+        "snapshots/note.txt",
+        "rounds/note/a",
+        "rounds/x",
+    ):
         seats[0].bucket.put(key, b"rubbish")
     for _ in range(7):
         world.round(*seats)
@@ -649,7 +711,9 @@ def test_an_open_round_costs_one_request_to_poll(world):
 def test_runs_in_one_bucket_do_not_see_each_other(world):
     one = world.enter(0)
     offer(one, 1)
-    other = Rendezvous(world.bucket, 0, run_id="run2", spec=SPEC, background=False, clock=lambda: world.now, orphan_s=1e-9)
+    other = Rendezvous(
+        world.bucket, 0, run_id="run2", spec=SPEC, background=False, clock=lambda: world.now, orphan_s=1e-9
+    )
     other.join()
     other.start(START)
     for _ in range(3):
@@ -747,7 +811,9 @@ class Simulation(World):
 
     def enter_one(self, rank: int) -> None:
         with suppress(DuplicateRank):
-            self.seats[rank] = self.enter(rank, replace=True, grace_s=LEASE / 2, snapshot_every=2, orphan_s=LEASE * 4)
+            self.seats[rank] = self.enter(
+                rank, replace=True, grace_s=LEASE / 2, snapshot_every=2, orphan_s=LEASE * 4
+            )
             self.see(self.seats[rank].state)
 
     def drop(self, rv: Rendezvous) -> None:
@@ -771,7 +837,6 @@ class Simulation(World):
             self.see(rv.catch_up())
         except (Killed, DuplicateRank):
             self.drop(rv)
-
 
     @staticmethod
     def end() -> None:
@@ -800,6 +865,7 @@ def at_write(rv: Rendezvous, write: int, happening):
             if left[0] == -1:
                 happening()
             return call(*args)
+
         return wrapper
 
     for name in names:
@@ -812,9 +878,28 @@ def at_write(rv: Rendezvous, write: int, happening):
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["join", "offer", "offer", "offer", "meet", "meet", "meet", "meet", "time", "time",
-                     "kill", "sleep", "wake", "sweep", "crash", "stall"]),
-    st.integers(0, 2), st.integers(0, 6),
+    st.sampled_from(
+        [
+            "join",
+            "offer",
+            "offer",
+            "offer",
+            "meet",
+            "meet",
+            "meet",
+            "meet",
+            "time",
+            "time",
+            "kill",
+            "sleep",
+            "wake",
+            "sweep",
+            "crash",
+            "stall",
+        ]
+    ),
+    st.integers(0, 2),
+    st.integers(0, 6),
 )
 
 
@@ -833,13 +918,20 @@ def test_no_schedule_of_deaths_sleep_and_sweeps_loses_anything(actions):
         world.see(last.state)
 
 
-# Real processes -------------------------------------------------------------------------------------------------------------------------
+# Real processes
+# -------------------------------------------------------------------------------------------------------------------------
 
 REAL_LEASE = 1.2
 
 
 def real_seat(uri, rank: int, **options) -> Rendezvous:
-    return Rendezvous(uri, rank, run_id="run", spec=SPEC, **{"lease_s": REAL_LEASE, "snapshot_every": 2, "expected": 3} | options)
+    return Rendezvous(
+        uri,
+        rank,
+        run_id="run",
+        spec=SPEC,
+        **{"lease_s": REAL_LEASE, "snapshot_every": 2, "expected": 3} | options,
+    )
 
 
 def train(rv: Rendezvous, rounds: int) -> None:
@@ -873,7 +965,9 @@ def victim(uri: str, point: str, mark: str, sign: int) -> None:
     def deadly_create(key: str, data: bytes) -> bool:
         strike(point == "record" and key.endswith("record.json"))
         won = create(key, data)
-        strike((point == "offer" and "/offers/" in key) or (point == "committed" and key.endswith("record.json")))
+        strike(
+            (point == "offer" and "/offers/" in key) or (point == "committed" and key.endswith("record.json"))
+        )
         return won
 
     rv.bucket.put, rv.bucket.put_if_absent = deadly_put, deadly_create
@@ -886,7 +980,8 @@ def start_victim(*arguments):
     context.set_forkserver_preload(["composer_nb.diloco.rendezvous"])
     process = context.Process(target=victim, args=arguments, daemon=True)
     process.start()
-    until(lambda: any(Path(arguments[0]).glob("run/members/00000/*.json")))  # or the others make their rounds without it
+    # or the others make their rounds without it
+    until(lambda: any(Path(arguments[0]).glob("run/members/00000/*.json")))
     return process
 
 
@@ -901,7 +996,11 @@ def test_the_closer_is_killed(tmp_path, point):
     for thread in threads:
         thread.join(30)
     process.join(10)
-    assert process.exitcode == -signal.SIGKILL and same(seats[0].state, seats[1].state) and seats[0].state.round == 9
+    assert (
+        process.exitcode == -signal.SIGKILL
+        and same(seats[0].state, seats[1].state)
+        and seats[0].state.round == 9
+    )
     died = float(mark.read_text())
     commits = [rv.begun + e["seconds"] for rv in seats for e in rv.events if e["kind"] == "close"]
     assert min(at for at in commits if at > died) - died <= 1.25 * REAL_LEASE
@@ -948,7 +1047,10 @@ def test_the_closer_is_stopped_and_wakes_long_after(tmp_path):
     assert process.exitcode == 0 and same(seats[0].state, seats[1].state)
     theirs = pickle.loads(Path(str(mark) + ".state").read_bytes())
     ours = seats[0].latest().to_tensors()
-    assert all(torch.equal(ours[name], torch.from_numpy(value)) for name, value in theirs.items()) and theirs["outer/0/step"] == 14
+    assert (
+        all(torch.equal(ours[name], torch.from_numpy(value)) for name, value in theirs.items())
+        and theirs["outer/0/step"] == 14
+    )
     assert not seats[0].bucket.exists("rounds/00000004/record.json")
     for rv in seats:
         rv.leave()
@@ -970,7 +1072,11 @@ def test_three_replicas_over_s3_and_one_returns(s3_client):  # noqa: F811
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert same(seats[0].state, seats[1].state) and same(seats[0].state, seats[2].state) and seats[0].state.round == 5
+    assert (
+        same(seats[0].state, seats[1].state)
+        and same(seats[0].state, seats[2].state)
+        and seats[0].state.round == 5
+    )
     seats[0].sweep()
     seats[1].die()
     back = real_seat(bucket, 1, lease_s=4.0)

@@ -1,4 +1,5 @@
-"""A replay that is killed at random moments and resumed: nothing is lost, nothing paid twice, the ceiling holds.
+"""A replay that is killed at random moments and resumed: nothing is lost, nothing paid twice, the ceiling
+holds.
 
 The server is a process of its own that survives, and its log is what was really asked and charged.
 """

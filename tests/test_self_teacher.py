@@ -57,14 +57,18 @@ def scores(model: nn.Module) -> torch.Tensor:
 
 
 def snapshot(model: nn.Module) -> dict:
-    """Everything a teacher might leave behind: values, storages, flags, modes, adapter switches, the set of tensors."""
+    """Everything a teacher might leave behind: values, storages, flags, modes, adapter switches, the set of
+    tensors.
+    """
     return {
         "values": {name: p.detach().clone() for name, p in model.named_parameters()},
         "storage": {name: p.data_ptr() for name, p in model.named_parameters()},
         "objects": {name: id(p) for name, p in model.named_parameters()},
         "flags": {name: p.requires_grad for name, p in model.named_parameters()},
         "modes": {name: m.training for name, m in model.named_modules()},
-        "disabled": {name: m.disable_adapters for name, m in model.named_modules() if hasattr(m, "disable_adapters")},
+        "disabled": {
+            name: m.disable_adapters for name, m in model.named_modules() if hasattr(m, "disable_adapters")
+        },
     }
 
 
@@ -120,11 +124,15 @@ def test_the_average_has_its_closed_form(rate, steps, lora):
         expected = (1 - rate) ** steps * path[0][name]
         for i in range(1, steps + 1):
             expected = expected + rate * (1 - rate) ** (steps - i) * path[i][name]
-        assert torch.allclose(value.double(), expected, atol=1e-6 if lora else 1e-12, rtol=1e-5 if lora else 1e-9)
+        assert torch.allclose(
+            value.double(), expected, atol=1e-6 if lora else 1e-12, rtol=1e-5 if lora else 1e-9
+        )
 
 
 def TOY_LORA() -> nn.Module:
-    return peft.get_peft_model(nn.Sequential(nn.Linear(3, 2)), peft.LoraConfig(r=1, target_modules=["0"], init_lora_weights=False))
+    return peft.get_peft_model(
+        nn.Sequential(nn.Linear(3, 2)), peft.LoraConfig(r=1, target_modules=["0"], init_lora_weights=False)
+    )
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -160,7 +168,9 @@ def test_a_trust_region_mixes_logits(make, rate):
 def test_views_sum_to_one_and_are_in_eval_mode(kind, make):
     student = make().train()
     views = SelfTeacher(student, kind, 0.3).views()
-    assert sum(weight for weight, _ in views) == pytest.approx(1.0) and len(views) == 1 + (kind == "trust_region")
+    assert sum(weight for weight, _ in views) == pytest.approx(1.0) and len(views) == 1 + (
+        kind == "trust_region"
+    )
     for _, view in views:
         with view as module:
             assert not any(m.training for m in module.modules())
@@ -252,7 +262,9 @@ def test_autocast_gives_the_teacher_its_own_casts_and_the_student_a_graph():
         alone = teacher.mix(scores)
     assert torch.equal(seen, alone) and torch.equal(first, second) and not torch.equal(seen, first)
     for logits in (first, second):
-        gradients = torch.autograd.grad(logits.float().sum(), list(trainable(student).values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            logits.float().sum(), list(trainable(student).values()), allow_unused=True
+        )
         assert all(g is not None for g in gradients)
 
 
@@ -266,7 +278,11 @@ def new_numbers():
 
     def count() -> int:
         gc.collect()
-        made = {o.data_ptr(): o.untyped_storage().nbytes() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
+        made = {
+            o.data_ptr(): o.untyped_storage().nbytes()
+            for o in gc.get_objects()
+            if issubclass(type(o), torch.Tensor)
+        }
         return sum(made.values()) // 4
 
     yield count
@@ -309,7 +325,13 @@ def test_buffers_follow_the_student():
     student.running_mean += 3.0
     teacher.update()
     assert torch.equal(teacher.copy.running_mean, torch.full((2,), 3.0))
-    assert set(teacher.state_dict()) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert set(teacher.state_dict()) == {
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
 
 
 def test_averaged_adapters_of_a_bf16_student_take_small_steps():
@@ -321,7 +343,9 @@ def test_averaged_adapters_of_a_bf16_student_take_small_steps():
     for _ in range(600):
         teacher.update()
     assert teacher.average[name].dtype == torch.float32
-    assert torch.allclose(teacher.average[name], p.float(), atol=1e-3) and not torch.equal(start, teacher.average[name])
+    assert torch.allclose(teacher.average[name], p.float(), atol=1e-3) and not torch.equal(
+        start, teacher.average[name]
+    )
     with teacher.use() as module:
         assert {q.dtype for q in module.parameters()} == {torch.bfloat16}
 
@@ -338,7 +362,9 @@ def test_a_checkpoint_holds_what_is_needed_and_resumes_to_the_same_teacher(kind,
     teacher.update()
     state = teacher.state_dict()
     assert bool(state) == (kind == "ema")
-    assert len({value.data_ptr() for value in state.values()}) == len(state) and not any(v.requires_grad for v in state.values())
+    assert len({value.data_ptr() for value in state.values()}) == len(state) and not any(
+        v.requires_grad for v in state.values()
+    )
     save_file(state, tmp_path / "teacher.safetensors")
     expected = teacher.mix(scores)
 
@@ -395,7 +421,14 @@ def test_wrong_settings_are_named():
     student = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="unknown teacher 'average'; known: live, frozen, ema, trust_region"):
         SelfTeacher(student, "average")
-    for kind, rate in (("ema", 0.0), ("ema", -0.1), ("ema", 1.1), ("trust_region", -0.1), ("trust_region", 1.5), ("ema", float("nan"))):
+    for kind, rate in (
+        ("ema", 0.0),
+        ("ema", -0.1),
+        ("ema", 1.1),
+        ("trust_region", -0.1),
+        ("trust_region", 1.5),
+        ("ema", float("nan")),
+    ):
         with pytest.raises(ValueError, match="teacher_ema_rate must lie in"):
             SelfTeacher(student, kind, rate)
     with pytest.raises(ValueError, match=r"views\(\)"):

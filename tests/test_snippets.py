@@ -80,7 +80,9 @@ def check_cli(words: list[str]) -> None:
     from composer_nb.cli import app
 
     command = typer.main.get_command(app)
-    _, sub, rest = command.resolve_command(command.make_context("composer-nb", [], resilient_parsing=True), words)
+    _, sub, rest = command.resolve_command(
+        command.make_context("composer-nb", [], resilient_parsing=True), words
+    )
     assert sub is not None
     sub.make_context(words[0], rest)
 

@@ -399,7 +399,8 @@ def test_options_that_do_not_go_together_are_one_line_each(
     assert not (tmp_path / "spikes" / SLUG / "runs").exists() and not (tmp_path / "here").exists()
 
 
-# A spike in two pieces: it dies after the first one, once, and takes that piece from its checkpoint when it comes back.
+# A spike in two pieces: it dies after the first one, once, and takes that piece from its checkpoint when it
+# comes back.
 IN_PIECES = """\
 import os, pathlib
 kept = pathlib.Path(out, "checkpoints", "first")

@@ -155,7 +155,9 @@ def test_attempts_end(server):
     assert seen(server, "status~503") == (3, 0)
 
 
-@pytest.mark.parametrize("fault, wait", [("429-after~0.4", 0.4), ("503-after~0.4", 0.4), ("429-after~date", 0.9)])  # a date has whole seconds
+@pytest.mark.parametrize(
+    "fault, wait", [("429-after~0.4", 0.4), ("503-after~0.4", 0.4), ("429-after~date", 0.9)]
+)  # a date has whole seconds
 def test_retry_after_is_kept(server, fault, wait):
     reply = ask(server, fault)
     times = [
@@ -414,7 +416,10 @@ def test_closing_and_asking_again(server):
     assert [reply.outcome for reply in asyncio.run(run())] == ["ok"] * 3
 
 
-@pytest.mark.parametrize("value, message", [("", "empty or not set"), ("sk\nPLANTED", "no HTTP header"), ("sk-PLÄNTED", "no HTTP header")])
+@pytest.mark.parametrize(
+    "value, message",
+    [("", "empty or not set"), ("sk\nPLANTED", "no HTTP header"), ("sk-PLÄNTED", "no HTTP header")],
+)
 def test_a_missing_or_broken_key_stops_before_the_call(server, monkeypatch, value, message):
     monkeypatch.setenv("TEACHER_TEST_KEY", value)
     before = seen(server, "ok")

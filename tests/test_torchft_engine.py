@@ -1,4 +1,6 @@
-"""torchft's own lighthouse, managers and gloo below the outer loop: real processes, one of them killed, and a Trainer in each."""
+"""torchft's own lighthouse, managers and gloo below the outer loop: real processes, one of them killed, and
+a Trainer in each.
+"""
 
 import hashlib
 import json
@@ -34,11 +36,20 @@ from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.torchft_engine import open_manager, open_transport, reach, read_address
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["composer_nb.diloco.outer_loop", "composer_nb.diloco.torchft_engine", "torchft.manager", "transformers", "pytest"])
+CONTEXT.set_forkserver_preload(
+    [
+        "composer_nb.diloco.outer_loop",
+        "composer_nb.diloco.torchft_engine",
+        "torchft.manager",
+        "transformers",
+        "pytest",
+    ]
+)
 EVERY = 4
 
 
-# --- help ------------------------------------------------------------------------------------------------------------
+# --- help
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -48,7 +59,11 @@ def light():
 
     def start(min_replicas: int = 2, join_s: float = 60.0, heartbeat_s: float = 60.0) -> str:
         server = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=int(1000 * join_s), heartbeat_timeout_ms=int(1000 * heartbeat_s))
+            bind="127.0.0.1:0",
+            min_replicas=min_replicas,
+            join_timeout_ms=int(1000 * join_s),
+            heartbeat_timeout_ms=int(1000 * heartbeat_s),
+        )
         started.append(server)
         return f"127.0.0.1:{server.address().rsplit(':', 1)[1]}"
 
@@ -81,7 +96,9 @@ def values(model: nn.Module) -> dict:
 
 def digest(tensors: dict) -> str:
     "Of the bits."
-    return hashlib.sha256(b"".join(tensors[name].contiguous().numpy().tobytes() for name in sorted(tensors))).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensors[name].contiguous().numpy().tobytes() for name in sorted(tensors))
+    ).hexdigest()
 
 
 def inner(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,7 +106,9 @@ def inner(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def walk(folder: str, rank: int, steps: int | None, options: dict, seed: int = 0, pause: float = 0.0) -> None:
-    "A replica, for so many steps or until there is a file named `stop`. A line per synchronisation, and with `steps` its parameters."
+    """A replica, for so many steps or until there is a file named `stop`. A line per synchronisation, and
+    with `steps` its parameters.
+    """
     torch.set_num_threads(1)
     folder, model = Path(folder), build(seed)
     optimizer = inner(model)
@@ -103,7 +122,9 @@ def walk(folder: str, rank: int, steps: int | None, options: dict, seed: int = 0
             if step % (EVERY // options.get("n_fragments", 1)):
                 continue
             event = loop.events[-1]
-            lines.write(json.dumps([event["kind"], event["round"], event["alive"], digest(values(model))]) + "\n")
+            lines.write(
+                json.dumps([event["kind"], event["round"], event["alive"], digest(values(model))]) + "\n"
+            )
             if steps is not None:
                 torch.save(values(model), folder / f"values-{rank}-{step}")
     (folder / f"done-{rank}").touch()
@@ -118,7 +139,11 @@ def launch(processes: list, *args, **more):
 
 def rounds(folder: Path, rank: int, process) -> list[list]:
     path = folder / f"rounds-{rank}-{process.pid}"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
+        if path.exists()
+        else []
+    )
 
 
 def finished(processes) -> None:
@@ -139,8 +164,13 @@ def formula(steps: int, ranks: int, n_fragments: int) -> dict[tuple[int, int], d
         if (due := due_fragment(step, EVERY, n_fragments)) is None:
             continue
         part = {name: theta[name] for name in fragments[due]}
-        deltas = {rank: pseudo_gradient(part, {name: values(model)[name] for name in part}) for rank, model in enumerate(models)}
-        moved, states[due] = outer_step(part, weighted_average(deltas, dict.fromkeys(deltas, 1.0)), states[due], OuterConfig())
+        deltas = {
+            rank: pseudo_gradient(part, {name: values(model)[name] for name in part})
+            for rank, model in enumerate(models)
+        }
+        moved, states[due] = outer_step(
+            part, weighted_average(deltas, dict.fromkeys(deltas, 1.0)), states[due], OuterConfig()
+        )
         theta |= moved
         for rank, model in enumerate(models):
             model.load_state_dict(moved, strict=False)
@@ -148,19 +178,31 @@ def formula(steps: int, ranks: int, n_fragments: int) -> dict[tuple[int, int], d
     return seen
 
 
-# --- the same numbers ----------------------------------------------------------------------------------------------------
+# --- the same numbers
+# ----------------------------------------------------------------------------------------------------
 
 
-def run_both(light, processes, folder: Path, ranks: int, n_fragments: int, steps: int = 24) -> dict[str, dict]:
+def run_both(
+    light, processes, folder: Path, ranks: int, n_fragments: int, steps: int = 24
+) -> dict[str, dict]:
     "The run over a lighthouse and the run over a bucket, by rank and step."
     address, found = light(min_replicas=ranks), {}
     (folder / "bucket").mkdir()
-    over = {"lighthouse": {"lighthouse": address}, "bucket": {"rendezvous_uri": str(folder / "bucket"), "world_size": ranks, "poll_interval_s": 0.02}}
+    over = {
+        "lighthouse": {"lighthouse": address},
+        "bucket": {"rendezvous_uri": str(folder / "bucket"), "world_size": ranks, "poll_interval_s": 0.02},
+    }
     for name, options in over.items():
         (folder / name).mkdir(exist_ok=True)
-        started = [launch(processes, str(folder / name), rank, steps, options | {"n_fragments": n_fragments}) for rank in range(ranks)]
+        started = [
+            launch(processes, str(folder / name), rank, steps, options | {"n_fragments": n_fragments})
+            for rank in range(ranks)
+        ]
         finished(started)
-        kinds = {rank: [row[0] for row in rounds(folder / name, rank, process)] for rank, process in enumerate(started)}
+        kinds = {
+            rank: [row[0] for row in rounds(folder / name, rank, process)]
+            for rank, process in enumerate(started)
+        }
         assert kinds == dict.fromkeys(range(ranks), ["round"] * (n_fragments * steps // EVERY)), (name, kinds)
         paths = (folder / name).glob("values-*")
         found[name] = {tuple(int(n) for n in path.name.split("-")[1:]): torch.load(path) for path in paths}
@@ -168,7 +210,9 @@ def run_both(light, processes, folder: Path, ranks: int, n_fragments: int, steps
 
 
 @pytest.mark.parametrize("n_fragments", [1, 2])
-def test_two_replicas_make_the_same_numbers_as_over_a_bucket_and_as_the_formula(tmp_path, light, processes, n_fragments):
+def test_two_replicas_make_the_same_numbers_as_over_a_bucket_and_as_the_formula(
+    tmp_path, light, processes, n_fragments
+):
     """To the bit: a sum of two has one order only, and both divide it by two."""
     found, threads = run_both(light, processes, tmp_path, 2, n_fragments), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -176,13 +220,18 @@ def test_two_replicas_make_the_same_numbers_as_over_a_bucket_and_as_the_formula(
         wanted = formula(24, 2, n_fragments)
     finally:
         torch.set_num_threads(threads)
-    assert wanted.keys() == found["lighthouse"].keys() == found["bucket"].keys() and len(wanted) == 2 * 6 * n_fragments
+    assert (
+        wanted.keys() == found["lighthouse"].keys() == found["bucket"].keys()
+        and len(wanted) == 2 * 6 * n_fragments
+    )
     for where, tensors in wanted.items():
         for name, value in tensors.items():
             assert torch.equal(found["lighthouse"][where][name], value), (where, name)
             assert torch.equal(found["bucket"][where][name], value), (where, name)
     last = [wanted[rank, 24]["0.weight"] for rank in (0, 1)]
-    assert (torch.equal(*last)) == (n_fragments == 1) and not torch.equal(wanted[0, 24]["2.weight"], build()[2].weight)
+    assert (torch.equal(*last)) == (n_fragments == 1) and not torch.equal(
+        wanted[0, 24]["2.weight"], build()[2].weight
+    )
 
 
 def test_three_replicas_agree_to_the_bit_and_with_the_bucket_to_rounding(tmp_path, light, processes):
@@ -191,14 +240,21 @@ def test_three_replicas_agree_to_the_bit_and_with_the_bucket_to_rounding(tmp_pat
     for (rank, step), tensors in found["lighthouse"].items():
         for name, value in tensors.items():
             assert torch.equal(value, found["lighthouse"][0, step][name]), (rank, step, name)
-            assert torch.allclose(value, found["bucket"][rank, step][name], rtol=1e-4, atol=1e-5), (rank, step, name)
+            assert torch.allclose(value, found["bucket"][rank, step][name], rtol=1e-4, atol=1e-5), (
+                rank,
+                step,
+                name,
+            )
 
 
-# --- dying and coming back ---------------------------------------------------------------------------------------------------
+# --- dying and coming back
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_replica_is_left_out_and_a_new_one_takes_the_others_values(tmp_path, light, processes):
-    """SIGKILL, real processes. A process that was stopped for so long that it counts as dead heals too, so nothing here is about speed."""
+    """SIGKILL, real processes. A process that was stopped for so long that it counts as dead heals too, so
+    nothing here is about speed.
+    """
     options = {"lighthouse": light(min_replicas=1, join_s=2.0, heartbeat_s=2.0), "timeout_s": 20.0}
     pair = [launch(processes, str(tmp_path), rank, None, options, pause=0.01) for rank in (0, 1)]
     met = lambda process, rank: [row for row in rounds(tmp_path, rank, process) if row[2] == 2]  # noqa: E731
@@ -206,35 +262,54 @@ def test_a_killed_replica_is_left_out_and_a_new_one_takes_the_others_values(tmp_
     os.kill(pair[1].pid, signal.SIGKILL)
     pair[1].join()
     last = rounds(tmp_path, 0, pair[0])[-1][1]
-    until(lambda: any(row[0] == "round" and row[1] > last + 2 and row[2] == 1 for row in rounds(tmp_path, 0, pair[0])))
+    until(
+        lambda: any(
+            row[0] == "round" and row[1] > last + 2 and row[2] == 1 for row in rounds(tmp_path, 0, pair[0])
+        )
+    )
     again = launch(processes, str(tmp_path), 1, None, options, seed=5, pause=0.01)
     until(lambda: len(met(again, 1)) >= 4)
     (tmp_path / "stop").touch()
     finished([pair[0], again])
     survivor = {row[1]: row for row in rounds(tmp_path, 0, pair[0]) if row[2] == 2}
     for process in (pair[1], again):
-        common = [row for row in rounds(tmp_path, 1, process) if row[2] == 2 and row[1] in survivor and "failed" not in (row[0], survivor[row[1]][0])]
+        common = [
+            row
+            for row in rounds(tmp_path, 1, process)
+            if row[2] == 2 and row[1] in survivor and "failed" not in (row[0], survivor[row[1]][0])
+        ]
         assert len(common) >= 2 and all(row[3] == survivor[row[1]][3] for row in common)
     jump = next(row for row in rounds(tmp_path, 1, again) if row[0] == "jump")
-    assert jump[1] > last and jump[2] == 2 and jump[3] == survivor[jump[1]][3], "its first round is the run's, with the run's values"
+    assert jump[1] > last and jump[2] == 2 and jump[3] == survivor[jump[1]][3], (
+        "its first round is the run's, with the run's values"
+    )
 
 
 def test_a_healed_replica_hands_in_nothing_in_its_first_round(light):
-    """What it walked began at other values: the round it arrives in is the outer step with half of the other's walk."""
+    """What it walked began at other values: the round it arrives in is the outer step with half of the
+    other's walk.
+    """
     options = {"backend": "torchft", "lighthouse": light(min_replicas=1), "sync_every": EVERY}
     models, known, after, jumps = [build(), build(seed=3)], [], {}, []
     optimizers, alone_for_two_rounds = [inner(model) for model in models], threading.Event()
 
     def old():
         sent, state = {}, OuterState()
-        optimizers[0].register_step_post_hook(lambda *_: sent.update(values(models[0])))  # before torchft's own
+        optimizers[0].register_step_post_hook(
+            lambda *_: sent.update(values(models[0]))
+        )  # before torchft's own
         with make_diloco_outer_loop(models[0], optimizers[0], rank=0, **options) as loop:
             theta, step = values(models[0]), 0
             while sum(event["alive"] == 2 for event in loop.events) < 3:
                 for _ in range(EVERY):
                     inner_step(models[0], optimizers[0], 0, step := step + 1)
                 event, now = loop.events[-1], values(models[0])
-                expected, state = outer_step(theta, {n: v / event["alive"] for n, v in pseudo_gradient(theta, sent).items()}, state, OuterConfig())
+                expected, state = outer_step(
+                    theta,
+                    {n: v / event["alive"] for n, v in pseudo_gradient(theta, sent).items()},
+                    state,
+                    OuterConfig(),
+                )
                 known.append((event["alive"], all(torch.equal(now[name], expected[name]) for name in now)))
                 after[event["round"]], theta = now, now
                 if len(known) == 2:
@@ -242,23 +317,35 @@ def test_a_healed_replica_hands_in_nothing_in_its_first_round(light):
 
     def new():
         assert alone_for_two_rounds.wait(60)
-        with make_diloco_outer_loop(models[1], optimizers[1], rank=1, on_rejoin=[jumps.append], **options) as loop:
+        with make_diloco_outer_loop(
+            models[1], optimizers[1], rank=1, on_rejoin=[jumps.append], **options
+        ) as loop:
             for step in range(3 * EVERY):
                 inner_step(models[1], optimizers[1], 1, step)
                 if step == EVERY - 1:
                     first = values(models[1])
-        assert [(event["kind"], event["included"]) for event in loop.events] == [("jump", False), ("round", True), ("round", True)]
+        assert [(event["kind"], event["included"]) for event in loop.events] == [
+            ("jump", False),
+            ("round", True),
+            ("round", True),
+        ]
         assert jumps == [EVERY * loop.events[0]["round"]] and loop.start_step == jumps[0]
         met = after[loop.events[0]["round"]]
         assert all(torch.equal(first[name], met[name]) for name in met)
 
     together(old, new)
-    assert known[:2] == [(1, True)] * 2 and [row for row in known if row[0] == 2] == [(2, True), (2, False), (2, False)]
+    assert known[:2] == [(1, True)] * 2 and [row for row in known if row[0] == 2] == [
+        (2, True),
+        (2, False),
+        (2, False),
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
 
 
 def test_replicas_that_begin_apart_begin_at_one_replicas_values(light):
-    """torchft copies one replica's state at step 0; without it they would take the same steps, apart for ever."""
+    """torchft copies one replica's state at step 0; without it they would take the same steps, apart for
+    ever.
+    """
     options, models = {"backend": "torchft", "lighthouse": light(), "sync_every": EVERY}, [build(1), build(2)]
 
     def run(rank):
@@ -275,8 +362,15 @@ def test_replicas_that_begin_apart_begin_at_one_replicas_values(light):
 
 
 def test_a_replica_of_another_run_is_told_so_and_the_other_goes_on(light):
-    """Another learning rate of the outer step. The one that is refused leaves; the other's round fails, its next ones count."""
-    options = {"backend": "torchft", "lighthouse": light(min_replicas=1, join_s=2.0, heartbeat_s=2.0), "sync_every": EVERY, "timeout_s": 5.0}
+    """Another learning rate of the outer step. The one that is refused leaves; the other's round fails, its
+    next ones count.
+    """
+    options = {
+        "backend": "torchft",
+        "lighthouse": light(min_replicas=1, join_s=2.0, heartbeat_s=2.0),
+        "sync_every": EVERY,
+        "timeout_s": 5.0,
+    }
     models, begun, refused, kinds = [build(), build()], threading.Event(), threading.Event(), []
 
     def right():
@@ -289,14 +383,20 @@ def test_a_replica_of_another_run_is_told_so_and_the_other_goes_on(light):
                 kinds.append(loop.events[-1]["kind"])
                 begun.set()
                 if kinds[-1] == "failed":
-                    assert loop.engine.manager.current_step() == before[0] and digest(values(models[0])) == digest(before[1])
+                    assert loop.engine.manager.current_step() == before[0] and digest(
+                        values(models[0])
+                    ) == digest(before[1])
 
     def wrong():
         assert begun.wait(60)
         optimizer = inner(models[1])
         try:
-            with pytest.raises(ValueError, match="outer is OuterConfig.*lr=0.1.*with a peer OuterConfig.*lr=0.7"):
-                with make_diloco_outer_loop(models[1], optimizer, rank=1, outer=OuterConfig(lr=0.1), **options):
+            with pytest.raises(
+                ValueError, match="outer is OuterConfig.*lr=0.1.*with a peer OuterConfig.*lr=0.7"
+            ):
+                with make_diloco_outer_loop(
+                    models[1], optimizer, rank=1, outer=OuterConfig(lr=0.1), **options
+                ):
                     for step in range(EVERY):
                         inner_step(models[1], optimizer, 1, step)
         finally:
@@ -307,8 +407,14 @@ def test_a_replica_of_another_run_is_told_so_and_the_other_goes_on(light):
 
 
 def test_who_leaves_does_not_stop_the_other(light):
-    """Rank 1 ends after two rounds, without an error. Rank 0 goes on alone once the lighthouse has missed its heartbeats."""
-    options, models, alive = {"backend": "torchft", "lighthouse": light(1, 1.0, 1.0), "sync_every": EVERY}, [build(), build()], []
+    """Rank 1 ends after two rounds, without an error. Rank 0 goes on alone once the lighthouse has missed
+    its heartbeats.
+    """
+    options, models, alive = (
+        {"backend": "torchft", "lighthouse": light(1, 1.0, 1.0), "sync_every": EVERY},
+        [build(), build()],
+        [],
+    )
 
     def run(rank, rounds):
         optimizer = inner(models[rank])
@@ -322,15 +428,20 @@ def test_who_leaves_does_not_stop_the_other(light):
     assert len(alive) == 5 and alive[-1] == 1
 
 
-# --- the lighthouse itself ---------------------------------------------------------------------------------------------------
+# --- the lighthouse itself
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_lighthouse_that_was_restarted_is_found_again(light):
     """It is away when a quorum is asked for, and comes back a second later."""
     model, address = build(), light(1, 1.0, 2.0)
     optimizer = inner(model)
-    start = lambda: LighthouseServer(bind=address, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)  # noqa: E731
-    with make_diloco_outer_loop(model, optimizer, backend="torchft", lighthouse=address, rank=0, sync_every=EVERY, wait_s=20.0) as loop:
+    start = lambda: LighthouseServer(
+        bind=address, min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000
+    )  # noqa: E731
+    with make_diloco_outer_loop(
+        model, optimizer, backend="torchft", lighthouse=address, rank=0, sync_every=EVERY, wait_s=20.0
+    ) as loop:
         for step in range(4 * EVERY):
             if step == 2 * EVERY:
                 light.servers.pop().shutdown()
@@ -346,8 +457,15 @@ def test_no_quorum_says_why(light):
     for gone in (False, True):
         model, address = build(), light(1 if gone else 2, 1.0, 2.0)
         optimizer, kind = inner(model), ConnectionError if gone else TimeoutError
-        with pytest.raises(kind, match="no lighthouse answers at 127.0.0.1" if gone else "fewer replicas are alive than its --min_replicas"):
-            with make_diloco_outer_loop(model, optimizer, backend="torchft", lighthouse=address, rank=0, sync_every=EVERY, wait_s=2.0):
+        with pytest.raises(
+            kind,
+            match="no lighthouse answers at 127.0.0.1"
+            if gone
+            else "fewer replicas are alive than its --min_replicas",
+        ):
+            with make_diloco_outer_loop(
+                model, optimizer, backend="torchft", lighthouse=address, rank=0, sync_every=EVERY, wait_s=2.0
+            ):
                 for step in range(2 * EVERY):
                     if gone and step == EVERY:
                         light.servers.pop().shutdown()
@@ -387,10 +505,20 @@ def test_wrong_arguments_say_what_is_wrong(light, monkeypatch):
 def test_where_no_lighthouse_answers_it_is_said_which_and_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert reach(address) == ("127.0.0.1", "127.0.0.1") == reach(address.replace("127.0.0.1", "localhost"))
+        assert (
+            reach(address) == ("127.0.0.1", "127.0.0.1") == reach(address.replace("127.0.0.1", "localhost"))
+        )
     model = build()
-    loop = make_diloco_outer_loop(model, inner(model), backend="torchft", lighthouse=address, rank=0, connect_timeout_s=0.3)
-    with pytest.raises(ConnectionError, match=f"no lighthouse answers at {address} within 0.3 s .*torchft_lighthouse --bind"), loop:
+    loop = make_diloco_outer_loop(
+        model, inner(model), backend="torchft", lighthouse=address, rank=0, connect_timeout_s=0.3
+    )
+    with (
+        pytest.raises(
+            ConnectionError,
+            match=f"no lighthouse answers at {address} within 0.3 s .*torchft_lighthouse --bind",
+        ),
+        loop,
+    ):
         pass
 
 
@@ -398,7 +526,10 @@ def test_a_lighthouse_that_starts_later_is_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     found = []
-    together(lambda: found.append(reach(f"127.0.0.1:{port}", 60.0)), lambda: (time.sleep(0.3), found.append(socket.create_server(("127.0.0.1", port)))))
+    together(
+        lambda: found.append(reach(f"127.0.0.1:{port}", 60.0)),
+        lambda: (time.sleep(0.3), found.append(socket.create_server(("127.0.0.1", port)))),
+    )
     found.sort(key=lambda item: isinstance(item, tuple))
     found[0].close()
     assert found[1] == ("127.0.0.1", "127.0.0.1")
@@ -411,11 +542,21 @@ class Surprise:
 
 def test_a_peers_state_is_read_without_running_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    giving, taking, second = open_transport("127.0.0.1", 20.0), open_transport("127.0.0.1", 20.0), timedelta(seconds=20)
+    giving, taking, second = (
+        open_transport("127.0.0.1", 20.0),
+        open_transport("127.0.0.1", 20.0),
+        timedelta(seconds=20),
+    )
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer.step()
-    state = {"user": {"a": {"w": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}, "o": optimizer.state_dict()}, "torchft": {"step": 4}}
+    state = {
+        "user": {
+            "a": {"w": torch.arange(3.0), "b": torch.ones(2, dtype=torch.bfloat16)},
+            "o": optimizer.state_dict(),
+        },
+        "torchft": {"step": 4},
+    }
     try:
         giving.send_checkpoint([1], 4, state, second)
         found = taking.recv_checkpoint(0, giving.metadata(), 4, second)
@@ -426,12 +567,19 @@ def test_a_peers_state_is_read_without_running_it(tmp_path, monkeypatch):
     finally:
         giving.shutdown()
         taking.shutdown()
-    assert torch.equal(found["user"]["a"]["w"], torch.arange(3.0)) and found["user"]["a"]["b"].dtype == torch.bfloat16
-    assert found["torchft"] == {"step": 4} and found["user"]["o"]["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert (
+        torch.equal(found["user"]["a"]["w"], torch.arange(3.0))
+        and found["user"]["a"]["b"].dtype == torch.bfloat16
+    )
+    assert (
+        found["torchft"] == {"step": 4}
+        and found["user"]["o"]["param_groups"] == optimizer.state_dict()["param_groups"]
+    )
     assert not (tmp_path / "surprised").exists()
 
 
-# --- in a Trainer ------------------------------------------------------------------------------------------------------------
+# --- in a Trainer
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Model(nn.Sequential):
@@ -446,10 +594,22 @@ class Model(nn.Sequential):
 
 def trainer(folder: Path, rank: int, loop, steps: int, seed: int = 0) -> Trainer:
     generator = torch.Generator().manual_seed(rank)
-    rows = [{"x": torch.randn(6, generator=generator), "labels": torch.randn(3, generator=generator)} for _ in range(64)]
+    rows = [
+        {"x": torch.randn(6, generator=generator), "labels": torch.randn(3, generator=generator)}
+        for _ in range(64)
+    ]
     args = TrainingArguments(
-        str(folder / f"out-{rank}"), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, save_steps=6, logging_steps=4,
-        report_to=[], disable_tqdm=True, use_cpu=True, seed=3)
+        str(folder / f"out-{rank}"),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        save_steps=6,
+        logging_steps=4,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+    )
     return Trainer(Model(seed), args, train_dataset=rows, callbacks=[loop])
 
 
@@ -460,13 +620,17 @@ def train(folder: str, rank: int, options: dict) -> None:
     made = trainer(folder, rank, loop, steps=12, seed=rank)
     made.train()
     rows = [(event["kind"], event["round"], event["step"], event["alive"]) for event in loop.events]
-    (folder / f"result-{rank}").write_text(json.dumps({"params": digest(values(made.model)), "events": rows, "step": made.state.global_step}))
+    (folder / f"result-{rank}").write_text(
+        json.dumps({"params": digest(values(made.model)), "events": rows, "step": made.state.global_step})
+    )
 
 
 def test_trainers_in_two_processes_end_with_the_same_parameters(tmp_path, light, processes):
     """A plain transformers.Trainer each, with nothing but the callback; initialised differently."""
     address = light()
-    pair = [CONTEXT.Process(target=train, args=(str(tmp_path), rank, {"lighthouse": address})) for rank in (0, 1)]
+    pair = [
+        CONTEXT.Process(target=train, args=(str(tmp_path), rank, {"lighthouse": address})) for rank in (0, 1)
+    ]
     processes += pair
     for process in pair:
         process.start()
@@ -477,12 +641,16 @@ def test_trainers_in_two_processes_end_with_the_same_parameters(tmp_path, light,
     assert sorted(kinds) == [["jump", "round", "round"], ["round"] * 3]
     assert results[0]["events"] == results[1]["events"] == [[1, 4, 2], [2, 8, 2], [3, 12, 2]]
     saved = [read_saved(tmp_path / f"out-{rank}" / "checkpoint-6") for rank in (0, 1)]
-    assert [index["round"] for index, _ in saved] == [1, 1] and any("momentum_buffer" in name for name in saved[0][1])
+    assert [index["round"] for index, _ in saved] == [1, 1] and any(
+        "momentum_buffer" in name for name in saved[0][1]
+    )
     assert all(torch.equal(saved[0][1][name], saved[1][1][name]) for name in saved[0][1])
 
 
 def test_a_trainer_that_joins_a_run_goes_to_its_step(tmp_path, light, processes):
-    """The run is some rounds old. After its first synchronisation the newcomer has the run's values, step and learning rate."""
+    """The run is some rounds old. After its first synchronisation the newcomer has the run's values, step
+    and learning rate.
+    """
     address, steps, rates = light(min_replicas=1), [], {}
     peer = launch(processes, str(tmp_path), 0, None, {"lighthouse": address}, pause=0.01)
     until(lambda: len(rounds(tmp_path, 0, peer)) >= 3)
@@ -501,5 +669,10 @@ def test_a_trainer_that_joins_a_run_goes_to_its_step(tmp_path, light, processes)
     theirs = {row[1]: row[3] for row in rounds(tmp_path, 0, peer)}
     first = loop.events[0]
     assert first["kind"] == "jump" and first["round"] > 3 and steps == [EVERY * first["round"]]
-    assert rates["values"] == theirs[first["round"]] and rates["factor"] == pytest.approx(1 - steps[0] / 100_000)
-    assert made.state.global_step == steps[0] + 2 * EVERY and digest(values(made.model)) == theirs[loop.events[-1]["round"]]
+    assert rates["values"] == theirs[first["round"]] and rates["factor"] == pytest.approx(
+        1 - steps[0] / 100_000
+    )
+    assert (
+        made.state.global_step == steps[0] + 2 * EVERY
+        and digest(values(made.model)) == theirs[loop.events[-1]["round"]]
+    )

@@ -1,4 +1,6 @@
-"""The trainer through its public door: equal to GRPOTrainer when off, lit when on, resumable, and loud when dark."""
+"""The trainer through its public door: equal to GRPOTrainer when off, lit when on, resumable, and loud when
+dark.
+"""
 
 import inspect
 import json
@@ -17,16 +19,14 @@ from composer_nb.credit import rlsd_mix
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig
 from composer_nb.self_teacher import SelfTeacher
-from composer_nb.trainer import (
-    ComposerReplicationTrainer,
-    Feedback,
-    last_checkpoint,
-    moved_seams,
-)
+from composer_nb.trainer import ComposerReplicationTrainer, Feedback, last_checkpoint, moved_seams
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 TOKENIZER = tiny.tokenizer()
-PROMPTS = [[{"role": "user", "content": f"Say {word}."}] for word in ("red", "green, please", "blue", "a long phrase about black")]
+PROMPTS = [
+    [{"role": "user", "content": f"Say {word}."}]
+    for word in ("red", "green, please", "blue", "a long phrase about black")
+]
 PAIRS = [DPOPair(str(i), p, chosen="yes", rejected="no, never") for i, p in enumerate(PROMPTS)]
 
 
@@ -48,7 +48,14 @@ def arguments(folder, **options):
 
 def build(folder, cls=ComposerReplicationTrainer, model=None, options=None, **kwargs):
     dataset = Dataset.from_list([{"prompt": p, "colour": i} for i, p in enumerate(PROMPTS * 4)])
-    trainer = cls(model or tiny.model(), reward, arguments(folder, **(options or {})), dataset, processing_class=TOKENIZER, **kwargs)
+    trainer = cls(
+        model or tiny.model(),
+        reward,
+        arguments(folder, **(options or {})),
+        dataset,
+        processing_class=TOKENIZER,
+        **kwargs,
+    )
     return trainer
 
 
@@ -56,7 +63,14 @@ ALPHA = 2000.0  # an untrained model hardly reads its hint: this makes channel 2
 
 
 def lit(folder, **kwargs):
-    defaults = dict(alpha_sdpo=ALPHA, beta_replay=0.2, feedback_func=feedback, preference_dataset=PAIRS, pairs_per_step=2, grad_norm_steps=1)
+    defaults = dict(
+        alpha_sdpo=ALPHA,
+        beta_replay=0.2,
+        feedback_func=feedback,
+        preference_dataset=PAIRS,
+        pairs_per_step=2,
+        grad_norm_steps=1,
+    )
     return build(folder, **(defaults | kwargs))
 
 
@@ -98,7 +112,10 @@ def test_a_vanished_attribute_is_named(name, monkeypatch):
 
 
 def test_a_flipped_scaling_rule_is_named():
-    assert "loss_is_scaled_for_ga" in moved_seams(type("Changed", (GRPOTrainer,), {"loss_is_scaled_for_ga": False}))[0]
+    assert (
+        "loss_is_scaled_for_ga"
+        in moved_seams(type("Changed", (GRPOTrainer,), {"loss_is_scaled_for_ga": False}))[0]
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -107,7 +124,9 @@ def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
     plain = record(build(tmp_path / "a", GRPOTrainer, options=options))
     off = record(lit(tmp_path / "b", alpha_sdpo=0.0, beta_replay=0.0, options=options))
     assert plain[0] == off[0] and len(plain[1]) == len(off[1]) == 3
-    assert all(torch.equal(a, b) for x, y in zip(plain[1], off[1], strict=True) for a, b in zip(x, y, strict=True))
+    assert all(
+        torch.equal(a, b) for x, y in zip(plain[1], off[1], strict=True) for a, b in zip(x, y, strict=True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain[2], off[2], strict=True))
 
 
@@ -140,21 +159,38 @@ def test_measuring_the_lift_does_not_change_training(tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_measured_step_has_the_gradient_of_an_unmeasured_one(tmp_path, accumulation):
     options = dict(max_steps=1, max_grad_norm=0.0, gradient_accumulation_steps=accumulation)
-    found = [torch.cat([g.flatten() for g in record(lit(tmp_path / str(n), grad_norm_steps=n, options=options))[1][0]]) for n in (1, 0)]
+    found = [
+        torch.cat(
+            [g.flatten() for g in record(lit(tmp_path / str(n), grad_norm_steps=n, options=options))[1][0]]
+        )
+        for n in (1, 0)
+    ]
     assert (found[0] - found[1]).norm() / found[1].norm() < 1e-5
 
 
 def test_logged_norms_are_those_of_the_whole_step_and_counts_its_sum(tmp_path):
     rows = []
     for size, accumulation in ((4, 1), (1, 4)):
-        options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=1, loss_type="dapo")
+        options = dict(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            loss_type="dapo",
+        )
         torch.manual_seed(0)
         trainer = lit(tmp_path / str(size), options=options, pairs_per_step=4)
         trainer.train()
         rows.append(log(trainer)[0])
     for name in ("sdpo/tokens", "replay/pairs"):
         assert rows[0][name] == rows[1][name]
-    for name in ("policy/grad_norm", "sdpo/grad_norm", "replay/grad_norm", "sdpo/loss", "replay/loss", "replay/accuracy"):
+    for name in (
+        "policy/grad_norm",
+        "sdpo/grad_norm",
+        "replay/grad_norm",
+        "sdpo/loss",
+        "replay/loss",
+        "replay/accuracy",
+    ):
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3, abs=1e-6)
 
 
@@ -177,7 +213,12 @@ def test_windows_that_straddle_generations_are_refused(tmp_path):
 
 
 def test_several_steps_per_generation_count_their_own_windows(tmp_path):
-    trainer = lit(tmp_path, options=dict(per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=2))
+    trainer = lit(
+        tmp_path,
+        options=dict(
+            per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=2
+        ),
+    )
     trainer.train()
     counted = [batch["sdpo_count"].item() for batch in trainer._buffered_inputs]
     masks = [batch["sdpo_mask"].sum().item() for batch in trainer._buffered_inputs]
@@ -224,7 +265,12 @@ def test_a_hint_without_lift_is_reported(tmp_path):
 def test_channel_gradients_add_up_to_the_step(tmp_path):
     """Total = policy + alpha sdpo + beta replay, checked on the very gradients of one step."""
     parts = {}
-    for name, weights in {"all": (ALPHA, 0.2), "sdpo": (ALPHA, 0.0), "replay": (0.0, 0.2), "policy": (0.0, 0.0)}.items():
+    for name, weights in {
+        "all": (ALPHA, 0.2),
+        "sdpo": (ALPHA, 0.0),
+        "replay": (0.0, 0.2),
+        "policy": (0.0, 0.0),
+    }.items():
         options = dict(max_steps=1, max_grad_norm=0.0)
         trainer = lit(tmp_path / name, alpha_sdpo=weights[0], beta_replay=weights[1], options=options)
         parts[name] = torch.cat([g.flatten() for g in record(trainer)[1][0]])
@@ -233,10 +279,18 @@ def test_channel_gradients_add_up_to_the_step(tmp_path):
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_step(tmp_path):
-    """One batch of four against four micro-batches of one: same rollouts, same counts, same channel-2 and 3 gradients."""
+    """One batch of four against four micro-batches of one: same rollouts, same counts, same channel-2 and 3
+    gradients.
+    """
     found = []
     for size, accumulation in ((4, 1), (1, 4)):
-        options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=0.0, loss_type="dapo")
+        options = dict(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            max_grad_norm=0.0,
+            loss_type="dapo",
+        )
         torch.manual_seed(0)
         trainer = lit(tmp_path / str(size), options=options, pairs_per_step=4)
         found.append(torch.cat([g.flatten() for g in record(trainer)[1][0]]))
@@ -246,7 +300,14 @@ def test_accumulation_gives_the_gradient_of_the_whole_step(tmp_path):
 def test_a_dark_channel_warns_once_with_the_reason(tmp_path):
     cases = [
         (dict(alpha_sdpo=1.0, beta_replay=0.0), "no feedback_func"),
-        (dict(alpha_sdpo=1.0, beta_replay=0.0, feedback_func=lambda completions, **_: [None] * len(completions)), "no hint"),
+        (
+            dict(
+                alpha_sdpo=1.0,
+                beta_replay=0.0,
+                feedback_func=lambda completions, **_: [None] * len(completions),
+            ),
+            "no hint",
+        ),
         (dict(alpha_sdpo=0.0, beta_replay=1.0), "no preference_dataset"),
     ]
     for number, (options, reason) in enumerate(cases):
@@ -258,7 +319,10 @@ def test_a_dark_channel_warns_once_with_the_reason(tmp_path):
 
 
 def test_feedback_may_name_an_earlier_turn_and_must_fit(tmp_path):
-    site = lit(tmp_path / "a", feedback_func=lambda completions, **_: [Feedback("Say it.", site=0)] * len(completions))
+    site = lit(
+        tmp_path / "a",
+        feedback_func=lambda completions, **_: [Feedback("Say it.", site=0)] * len(completions),
+    )
     site.train()
     assert log(site)[0]["sdpo/hinted_fraction"] == 1
     with pytest.raises(ValueError, match="3 answers for 4"):
@@ -287,7 +351,10 @@ def scripted(prompts, trainer):
 
 def feedback_by_prompt(prompts, completions, **columns):
     """A hint for some prompts only, so that processes score different numbers of tokens."""
-    return ["Reminder: say the colour." if "phrase" in p[-1]["content"] or "red" in p[-1]["content"] else None for p in prompts]
+    return [
+        "Reminder: say the colour." if "phrase" in p[-1]["content"] or "red" in p[-1]["content"] else None
+        for p in prompts
+    ]
 
 
 @pytest.mark.parametrize("site", [0, 1, -1])
@@ -317,9 +384,17 @@ def test_prompts_as_plain_text_are_refused_for_hints(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("options, says", [(dict(alpha_sdpo=-1.0), "alpha_sdpo=-1.0"), (dict(beta_replay=float("nan")), "beta_replay=nan"),
-                                           (dict(teacher="dead"), "unknown teacher"), (dict(teacher_ema_rate=0.0), "teacher_ema_rate"),
-                                           (dict(preference_dataset=[{"chosen": "x"}]), "lacks")])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(alpha_sdpo=-1.0), "alpha_sdpo=-1.0"),
+        (dict(beta_replay=float("nan")), "beta_replay=nan"),
+        (dict(teacher="dead"), "unknown teacher"),
+        (dict(teacher_ema_rate=0.0), "teacher_ema_rate"),
+        # fmt: skip
+        (dict(preference_dataset=[{"chosen": "x"}]), "lacks"),
+    ],
+)
 def test_wrong_options_are_named_before_training(tmp_path, options, says):
     with pytest.raises(ValueError, match=says):
         lit(tmp_path, **options)
@@ -402,7 +477,9 @@ def test_resuming_with_another_teacher_or_base_is_refused(tmp_path):
     with pytest.raises(ValueError, match="pass the same"):
         lit(tmp_path, teacher="ema", options=options).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="same initial weights"):
-        lit(tmp_path, teacher="frozen", model=tiny.model(seed=5), options=options).train(resume_from_checkpoint=checkpoint)
+        lit(tmp_path, teacher="frozen", model=tiny.model(seed=5), options=options).train(
+            resume_from_checkpoint=checkpoint
+        )
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -430,7 +507,9 @@ def test_adapters_train_under_every_teacher_and_resume(tmp_path, teacher):
     assert whole.teacher.copy is None and all(row["sdpo/grad_norm"] > 0 for row in log(whole))
     resumed = lit(tmp_path, model=adapted(), teacher=teacher, options=options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        whole.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 
@@ -441,7 +520,9 @@ def test_diagnostics_are_logged_by_default(tmp_path):
         assert {"policy/hesitation_rate", "sdpo/hint_leak_rate", "sdpo/scored_share"} <= set(row)
         assert 0 < row["sdpo/scored_share"] <= 1
         if row["policy/grad_norm"] > 0:
-            assert all(-1 <= row[f"{name}/cosine"] <= 1 and row[f"{name}/cosine"] != 0 for name in ("sdpo", "replay"))
+            assert all(
+                -1 <= row[f"{name}/cosine"] <= 1 and row[f"{name}/cosine"] != 0 for name in ("sdpo", "replay")
+            )
 
 
 def test_a_series_that_collapses_warns_once(tmp_path):
@@ -463,8 +544,18 @@ def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path):
             seen.append((inputs, super()._credited(inputs)))
             return seen[-1][1]
 
-    trainer = lit(tmp_path, cls=Watched, alpha_sdpo=0.0, beta_replay=0.0, rlsd=0.5, rlsd_steps=2, teacher="frozen",
-                  model=tiny.model(seed=1), options=dict(max_steps=3, learning_rate=0.0, temperature=0.7))  # fmt: skip
+    trainer = lit(
+        tmp_path,
+        cls=Watched,
+        alpha_sdpo=0.0,
+        beta_replay=0.0,
+        rlsd=0.5,
+        rlsd_steps=2,
+        teacher="frozen",
+        # fmt: skip
+        model=tiny.model(seed=1),
+        options=dict(max_steps=3, learning_rate=0.0, temperature=0.7),
+    )
     trainer.train()
     for step, (inputs, credited) in enumerate(seen):
         plain, mask = inputs["advantages"].unsqueeze(1), inputs["sdpo_mask"]
@@ -473,36 +564,64 @@ def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path):
             continue
         assert torch.equal(credited[~mask], plain.expand_as(credited)[~mask].float())
         for row, column in mask.nonzero().tolist():
-            ids = torch.cat([inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()], inputs["completion_ids"][row]])
+            ids = torch.cat(
+                [inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()], inputs["completion_ids"][row]]
+            )
             prompt = int(inputs["prompt_mask"][row].sum())
-            hinted, at = inputs["teacher_ids"][row][inputs["teacher_mask"][row].bool()], int(inputs["teacher_idx"][row, column])
+            hinted, at = (
+                inputs["teacher_ids"][row][inputs["teacher_mask"][row].bool()],
+                int(inputs["teacher_idx"][row, column]),
+            )
             token = inputs["completion_ids"][row, column]
             assert hinted[at] == token
             with torch.no_grad():
-                old, new = ((trainer.model(input_ids=x[None]).logits[0, i - 1] / 0.7).log_softmax(-1)[token] for x, i in ((ids, prompt + column), (hinted, at)))
+                old, new = (
+                    (trainer.model(input_ids=x[None]).logits[0, i - 1] / 0.7).log_softmax(-1)[token]
+                    for x, i in ((ids, prompt + column), (hinted, at))
+                )
             mix = rlsd_mix(step, start=0.5, decay_steps=2)
             push = (plain[row, 0].sign() * (new - old)).exp().clamp(0.8, 1.2)
-            assert credited[row, column] == pytest.approx(plain[row, 0].item() * ((1 - mix) + mix * push.item()), abs=1e-4)
+            assert credited[row, column] == pytest.approx(
+                plain[row, 0].item() * ((1 - mix) + mix * push.item()), abs=1e-4
+            )
     assert len(seen) == 3 and any((a["advantages"] != 0).any() for a, _ in seen[:2])
 
 
-@pytest.mark.parametrize("options", [dict(rlsd=2.0), dict(rlsd=0.5, rlsd_steps=0), dict(rlsd=0.5, feedback_func=None)])
+@pytest.mark.parametrize(
+    "options", [dict(rlsd=2.0), dict(rlsd=0.5, rlsd_steps=0), dict(rlsd=0.5, feedback_func=None)]
+)
 def test_rlsd_without_sense_is_refused(tmp_path, options):
     with pytest.raises(ValueError, match="rlsd"):
         lit(tmp_path, **options)
 
 
 def test_gradient_checkpointing_gives_the_same_step(tmp_path):
-    runs = [record(lit(tmp_path / str(on), model=tiny.model(seed=2), options=dict(gradient_checkpointing=on, max_steps=1))) for on in (False, True)]
+    runs = [
+        record(
+            lit(
+                tmp_path / str(on),
+                model=tiny.model(seed=2),
+                options=dict(gradient_checkpointing=on, max_steps=1),
+            )
+        )
+        for on in (False, True)
+    ]
     for a, b in zip(runs[0][1][0], runs[1][1][0], strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
 def test_means_over_sequences_count_sequences(tmp_path):
-    trainer = lit(tmp_path, sdpo_reduction="seq-mean-token-mean", options=dict(max_steps=1, gradient_accumulation_steps=2))
+    trainer = lit(
+        tmp_path,
+        sdpo_reduction="seq-mean-token-mean",
+        options=dict(max_steps=1, gradient_accumulation_steps=2),
+    )
     counts = []
     hint_loss = trainer._hint_loss
-    trainer._hint_loss = lambda model, inputs, kept: counts.append((inputs["sdpo_count"].item(), inputs["sdpo_mask"].any(1).sum().item())) or hint_loss(model, inputs, kept)
+    trainer._hint_loss = lambda model, inputs, kept: (
+        counts.append((inputs["sdpo_count"].item(), inputs["sdpo_mask"].any(1).sum().item()))
+        or hint_loss(model, inputs, kept)
+    )
     trainer.train()
     assert counts[0][0] == sum(rows for _, rows in counts) == 4
 
@@ -520,7 +639,11 @@ def test_the_length_penalty_wraps_a_reward():
         return [1.0, None, 0.5]
 
     wrapped = room.with_length_penalty(graded, k=1.0, q=0.0, weight=0.1)
-    assert wrapped(prompts=[0] * 3, completions=[0] * 3, completion_ids=[[1], [1, 1], [1] * 4]) == [pytest.approx(0.9), None, pytest.approx(0.1)]
+    assert wrapped(prompts=[0] * 3, completions=[0] * 3, completion_ids=[[1], [1, 1], [1] * 4]) == [
+        pytest.approx(0.9),
+        None,
+        pytest.approx(0.1),
+    ]
     assert wrapped.__name__ == "graded"
     with pytest.raises(ValueError, match="weight is -1"):
         room.with_length_penalty(graded, k=1.0, q=0.0, weight=-1)

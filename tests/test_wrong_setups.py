@@ -1,6 +1,8 @@
-"""A replica that is set up wrongly is told so and the others go on; a store that goes away takes nothing committed with it.
+"""A replica that is set up wrongly is told so and the others go on; a store that goes away takes nothing
+committed with it.
 
-The drills run once, in real processes (`composer_nb/drills/wrong_setups.py`); each test looks at one row of what came out.
+The drills run once, in real processes (`composer_nb/drills/wrong_setups.py`); each test looks at one row
+of what came out.
 """
 
 import re
@@ -19,24 +21,64 @@ from composer_nb.drills.wrong_setups import Row, Run, agree, all_drills, late_fa
 
 # By fault: the error's class, what it says is wrong, what it says to do.
 REFUSED = {
-    "other model shape": ("Mismatch", "model is .*577 parameters.* here and .*544 parameters.* in the run", "load the same model"),
-    "other code version": ("Mismatch", "code is '0.0.1' here and '[0-9.]+' in the run", "install the same version of composer_nb"),
-    "other outer learning rate": ("Mismatch", "outer.lr is 0.4 here and 0.7 in the run", "give every replica the same outer.lr"),
-    "other compression": ("Mismatch", "compression is 'int8' here and None in the run", "give every replica the same compression"),
-    "two replicas with one rank": ("DuplicateRank", "rank 0 is taken by a process that is alive", "give this one another rank"),
-    "two at once with one new rank": ("DuplicateRank", "rank 3 (is taken|was taken over)", "another rank|stop this process"),
+    "other model shape": (
+        "Mismatch",
+        "model is .*577 parameters.* here and .*544 parameters.* in the run",
+        "load the same model",
+    ),
+    "other code version": (
+        "Mismatch",
+        "code is '0.0.1' here and '[0-9.]+' in the run",
+        "install the same version of composer_nb",
+    ),
+    "other outer learning rate": (
+        "Mismatch",
+        "outer.lr is 0.4 here and 0.7 in the run",
+        "give every replica the same outer.lr",
+    ),
+    "other compression": (
+        "Mismatch",
+        "compression is 'int8' here and None in the run",
+        "give every replica the same compression",
+    ),
+    "two replicas with one rank": (
+        "DuplicateRank",
+        "rank 0 is taken by a process that is alive",
+        "give this one another rank",
+    ),
+    "two at once with one new rank": (
+        "DuplicateRank",
+        "rank 3 (is taken|was taken over)",
+        "another rank|stop this process",
+    ),
     "read-only folder": ("BucketReadOnly", "Permission denied", "let this identity write and delete here"),
-    "folder becomes read-only, for one": ("BucketReadOnly", "Permission denied", "let this identity write and delete here"),
+    "folder becomes read-only, for one": (
+        "BucketReadOnly",
+        "Permission denied",
+        "let this identity write and delete here",
+    ),
     "full disk, for one": ("BucketFull", "File too large", "free some space or raise the quota"),
-    "folder gone, for one": ("BucketUnavailable", "the folder link has gone or was replaced", "mount it again and reopen"),
+    "folder gone, for one": (
+        "BucketUnavailable",
+        "the folder link has gone or was replaced",
+        "mount it again and reopen",
+    ),
     "wrong secret": ("BucketUnavailable", "SignatureDoesNotMatch", "give valid credentials"),
     "no credentials": ("BucketUnavailable", "NoCredentialsError", "give valid credentials"),
     "read-only keys": ("BucketReadOnly", "AccessDenied", "let this identity write and delete here"),
     "clock 20 minutes slow": ("BucketUnavailable", "RequestTimeTooSkewed", "set this machine's clock"),
 }
 STORE_AWAY = {
-    "folder gone, for all": ("BucketUnavailable", "the folder bucket has gone or was replaced", "mount it again"),
-    "folder emptied, for all": ("RendezvousError", "the run has gone from the bucket", "put it back, or begin another run_id"),
+    "folder gone, for all": (
+        "BucketUnavailable",
+        "the folder bucket has gone or was replaced",
+        "mount it again",
+    ),
+    "folder emptied, for all": (
+        "RendezvousError",
+        "the run has gone from the bucket",
+        "put it back, or begin another run_id",
+    ),
     "full disk, for all": ("BucketFull", "No space left on device|File too large", "free some space"),
     "bucket deleted, for all": ("BucketUnavailable", "NoSuchBucket", "create it, or correct its name"),
 }
@@ -44,12 +86,17 @@ HARMLESS = {
     ("folder", "clock 10 minutes fast"): 2, ("folder", "clock 10 minutes slow"): 2, ("s3", "clock 10 minutes fast"): 1,
     ("folder", "folder gone for a second"): 0, ("folder", "world size changed between runs"): 0,
 }  # fmt: skip
-NEEDS_ROOT = {"read-only folder", "folder becomes read-only, for one"} - {*other_setups(), *late_faults(Path())}
+NEEDS_ROOT = {"read-only folder", "folder becomes read-only, for one"} - {
+    *other_setups(),
+    *late_faults(Path()),
+}
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], Row]:
-    """All drills. `Run.wait` and `closed` assert that the healthy replicas went on, ended alike, and left one chain of records."""
+    """All drills. `Run.wait` and `closed` assert that the healthy replicas went on, ended alike, and left
+    one chain of records.
+    """
     with scratch() as folder:
         stages = all_drills(folder)
     return {(row.store, row.fault): row for stage, _ in stages.values() for row in stage}
@@ -61,7 +108,11 @@ def only(rows: dict[tuple[str, str], Row], fault: str) -> Row:
 
 
 def test_no_drill_is_left_out(rows):
-    assert {fault for _, fault in rows} == {*REFUSED, *STORE_AWAY, *(fault for _, fault in HARMLESS)} - NEEDS_ROOT
+    assert {fault for _, fault in rows} == {
+        *REFUSED,
+        *STORE_AWAY,
+        *(fault for _, fault in HARMLESS),
+    } - NEEDS_ROOT
     assert {key for key, row in rows.items() if not row.error} == set(HARMLESS)
 
 
@@ -96,7 +147,8 @@ def test_a_store_that_is_away_stops_all_and_takes_nothing_with_it(rows, fault):
     assert row.told >= row.before >= 1 and row.after >= row.told + 2 and row.lost == 0, row
 
 
-# --- the drills themselves ---------------------------------------------------------------------------------------
+# --- the drills themselves
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_healthy_replica_that_ends_is_noticed(tmp_path):
@@ -133,7 +185,10 @@ def test_a_broken_chain_is_noticed(tmp_path):
 def test_replicas_that_differ_do_not_agree():
     one = {"error": "", "round": 3, "params": "a", "outer": "b"}
     assert agree([one, dict(one)])
-    assert not any(agree([one, one | change]) for change in ({"round": 2}, {"params": "x"}, {"outer": "x"}, {"error": "E"}))
+    assert not any(
+        agree([one, one | change])
+        for change in ({"round": 2}, {"params": "x"}, {"outer": "x"}, {"error": "E"})
+    )
     assert not agree([one | {"error": "E"}] * 2)
 
 
@@ -151,7 +206,8 @@ print(time.time() - before[0], time.monotonic() - before[1], get_current_datetim
     assert 600 <= day < 660 and 600 <= signing < 660 and monotonic < 60
 
 
-# --- the rendezvous, without processes -----------------------------------------------------------------------------
+# --- the rendezvous, without processes
+# -----------------------------------------------------------------------------
 
 START = {"w": torch.zeros(3)}
 
@@ -165,7 +221,14 @@ class Stage:
 
     def seat(self, rank: int) -> Rendezvous:
         return Rendezvous(
-            self.bucket, rank, run_id="run", spec=spec_of(START), lease_s=8.0, background=False, clock=lambda: self.now, sleep=self.sleep
+            self.bucket,
+            rank,
+            run_id="run",
+            spec=spec_of(START),
+            lease_s=8.0,
+            background=False,
+            clock=lambda: self.now,
+            sleep=self.sleep,
         )
 
     def sleep(self, seconds: float) -> None:
@@ -185,7 +248,9 @@ class Stage:
 
 
 def test_a_machine_that_stood_still_gives_no_rank_away():
-    """Elder and newcomer are stopped for three leases; the newcomer looks first, the elder beats a moment later."""
+    """Elder and newcomer are stopped for three leases; the newcomer looks first, the elder beats a moment
+    later.
+    """
     stage, naps = Stage(), []
     elder = stage.enter(0)
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .average import Op, check_op, rank_order_average
-from .payload import DamagedPayload, PayloadRef, read_payload, spec_of, write_payload
-from .store import Bucket, BucketError, BucketUnavailable, KeyNotFound, open_bucket
 from .compression import Compressed, compress, decompress
+from .payload import DamagedPayload, PayloadRef, read_payload, spec_of, write_payload
 from .records import plain_spec
 from .run_log import Rounds
+from .store import Bucket, BucketError, BucketUnavailable, KeyNotFound, open_bucket
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .. import __version__
-from .store import BucketUnavailable
 from .membership import Member
+from .store import BucketUnavailable
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-from .payload import Spec, pack, spec_of
 from .outer import apply_delayed
+from .payload import Spec, pack, spec_of
 from .records import Record, State
 from .sync_thread import Contribution, LocalProgress
 from ..files import write_bytes

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from .store import Bucket, open_bucket
 from .outer import OuterConfig, due_fragment
 from .records import RunConfig
 from .replica import LoopConfig
+from .store import Bucket, open_bucket
 
 # %% auto #0
 __all__ = ['LoopOptions', 'split_options', 'loop_config', 'run_config', 'opened', 'replica_number']

@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .store import Bucket, BucketError, KeyNotFound
 from .records import RendezvousError
 from .run_log import RUN_GONE, json_mapping
+from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
 __all__ = ['Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'Heartbeat', 'outlive',

@@ -44,7 +44,9 @@ __all__ = ['Build', 'Held', 'advance_schedule', 'refresh_teacher', 'Rejoin', 'Li
 
 # %% ../../nbs/scaling_out/40_outer_loop.ipynb #c024-f28601
 def advance_schedule(scheduler: Any, step: int) -> None:
-    "Step a learning-rate schedule (torch's, or accelerate's wrapper around it) up to `step`, never back; None is fine."
+    """Step a learning-rate schedule (torch's, or accelerate's wrapper around it) up to `step`, never back;
+    None is fine.
+    """
     inner = getattr(scheduler, "scheduler", scheduler)
     if inner is None or isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
@@ -55,7 +57,8 @@ def advance_schedule(scheduler: Any, step: int) -> None:
 
 
 def refresh_teacher(teacher: Any) -> Callable[[int], None]:
-    """For `on_rejoin`: an averaged self-teacher begins anew at the student's weights. Other kinds of teacher stay what they are.
+    """For `on_rejoin`: an averaged self-teacher begins anew at the student's weights. Other kinds of teacher
+    stay what they are.
 
     `teacher` is a `SelfTeacher`. Its average over steps that this replica did not make is nowhere to be had.
     """

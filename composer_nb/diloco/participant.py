@@ -14,12 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .payload import Spec, spec_of
-
-from .store import Bucket, BucketError, open_bucket
 from .closing import ClosingRule, Patience, RendezvousOptions
 from .membership import Heartbeat, HeartbeatThread, Member, Membership
 from .outer import OuterState
+from .payload import Spec, spec_of
 from .records import Record, RendezvousError, RunConfig, State, terms_of
 from composer_nb.diloco.run_log import (
     Behind,
@@ -30,6 +28,7 @@ from composer_nb.diloco.run_log import (
     newest_state,
     sweep_log,
 )
+from .store import Bucket, BucketError, open_bucket
 
 # %% auto #0
 __all__ = ['Participant', 'live_ranks', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots', 'help_others',

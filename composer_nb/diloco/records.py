@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .payload import PayloadRef, Spec
 from composer_nb.diloco.outer import (
     OuterConfig,
     OuterState,
@@ -22,6 +21,7 @@ from composer_nb.diloco.outer import (
     outer_step,
     weighted_average,
 )
+from .payload import PayloadRef, Spec
 
 # %% auto #0
 __all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'Record', 'State',

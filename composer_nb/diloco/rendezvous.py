@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .payload import DamagedPayload, PayloadRef, write_payload
-
-from .store import KeyNotFound
 from .closing import RendezvousOptions, may_close, turn_delay
 from .compression import Compressed, decompress
 from .membership import DuplicateRank, Member, Watch
 from .outer import age_weight, contribution_weight
 from .participant import Participant, RunMember, help_others, live_ranks, note
+from .payload import DamagedPayload, PayloadRef, write_payload
 from .records import Mismatch, Offer, Record, RendezvousError, RunConfig, State
 from .run_log import Behind, LostPayload, checked_tensors
+from .store import KeyNotFound
 
 # %% auto #0
 __all__ = ['weigh', 'close_round', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work', 'offer_tensors', 'wait_for_record']

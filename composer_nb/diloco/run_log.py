@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .payload import DamagedPayload, PayloadRef, Spec, read_payload, write_payload
-
-from .store import Bucket, KeyNotFound
 from .compression import Compressed, decompress
 from .outer import split_fragments
+from .payload import DamagedPayload, PayloadRef, Spec, read_payload, write_payload
 from composer_nb.diloco.records import (
     Offer,
     Record,
@@ -30,6 +28,7 @@ from composer_nb.diloco.records import (
     compare_terms,
     terms_of,
 )
+from .store import Bucket, KeyNotFound
 
 # %% auto #0
 __all__ = ['RUN_GONE', 'Sent', 'Behind', 'LostPayload', 'json_mapping', 'agree_on_terms', 'Rounds', 'Payloads', 'checked_tensors',

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .store import BucketError, KeyNotFound
 from .compression import compress
 from .outer import pseudo_gradient
 from .records import Record, State
 from .rendezvous import Rendezvous
 from .run_log import Behind
+from .store import BucketError, KeyNotFound
 
 # %% auto #0
 __all__ = ['LocalProgress', 'Contribution', 'AppliedRound', 'offer_contribution', 'take_next_round', 'HealthTable', 'SyncThread',

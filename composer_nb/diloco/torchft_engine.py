@@ -20,9 +20,9 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor, nn
 
-from .payload import spec_of
 from .local_model import read_saved, trainable_parameters, write_saved
 from .outer import OuterConfig, split_fragments
+from .payload import spec_of
 from .records import RunConfig
 from .replica import LoopConfig
 

@@ -1,7 +1,7 @@
 """Made-up secrets in the shapes of real ones, and the texts that an agent meets them in.
 
-Chapters, spikes and tests practise redaction on them. They are assembled from pieces at run time, from a seed, so
-that no file of the repository holds one.
+Chapters, spikes and tests practise redaction on them. They are assembled from pieces at run time, from a
+seed, so that no file of the repository holds one.
 """
 
 from __future__ import annotations

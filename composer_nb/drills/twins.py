@@ -1,4 +1,6 @@
-"""Drill: two replicas as threads of one process, and a manager for torchft that needs no bucket. Kept by hand."""
+"""Drill: two replicas as threads of one process, and a manager for torchft that needs no bucket. Kept by
+hand.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@
 # %% ../../nbs/data/12_redactor.ipynb #c004-7f1149
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections import Counter

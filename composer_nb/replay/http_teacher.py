@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import httpx
@@ -19,7 +19,12 @@ import httpx
 from .endpoints import Attempt, Endpoint, Limits, _read_key
 from .prices import Price, Prices, prompt_token_bound
 from composer_nb.replay.protocol import (
-    OutOfCredit, Prompt, TeacherReply, TeacherRequest, TeacherStop, teacher_messages,
+    OutOfCredit,
+    Prompt,
+    TeacherReply,
+    TeacherRequest,
+    TeacherStop,
+    teacher_messages,
 )
 from ..traces import Action, TraceState, content_text, message_action, parse_action
 

@@ -15,7 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from ..batch import DPOPair
 from .actions import canonical_action
 from composer_nb.replay.consensus import (
-    Consensus, Outcome, Replies, TextJudge, check_teachers, consensus, exact, judge_name, replies_of,
+    Consensus,
+    Outcome,
+    Replies,
+    TextJudge,
+    check_teachers,
+    consensus,
+    exact,
+    judge_name,
+    replies_of,
 )
 from .export import student_messages
 from ..traces import Action, TraceState, action_text

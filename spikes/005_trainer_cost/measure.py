@@ -1,9 +1,12 @@
-"""Trainers side by side, or one alone: `python measure.py '{"task": "turns", "steps": 7, ...}'` prints a line of JSON.
+"""Trainers side by side, or one alone: `python measure.py '{"task": "turns", "steps": 7, ...}'` prints a
+line of JSON.
 
-The learning rate is 0 and every completion has the same length, so a step of one variant does the work of a step of another. Variants: `plain` (TRL's
-GRPOTrainer), `off` (ours, both weights 0), `full` (all channels), `hint` (channel 2 beside GRPO), `sdpo` (TRL's SDPOTrainer, full logits, channel 2 alone).
-Task `turns`: all variants in this process, one optimizer step each in turn, so that a machine that speeds up or slows down does so for all. Task `peak`: one
-variant alone, for its memory. Task `rates`: what this machine does with the model's bare passes.
+The learning rate is 0 and every completion has the same length, so a step of one variant does the work of
+a step of another. Variants: `plain` (TRL's GRPOTrainer), `off` (ours, both weights 0), `full` (all
+channels), `hint` (channel 2 beside GRPO), `sdpo` (TRL's SDPOTrainer, full logits, channel 2 alone). Task
+`turns`: all variants in this process, one optimizer step each in turn, so that a machine that speeds up
+or slows down does so for all. Task `peak`: one variant alone, for its memory. Task `rates`: what this
+machine does with the model's bare passes.
 """
 
 import json
@@ -85,7 +88,9 @@ def prompts(count: int) -> list[list[dict]]:
     from composer_nb.tasks import tool_calls as task
 
     train, _ = task.split_by_function(task.load_questions())
-    return sorted((task.render_prompt(q, descriptions=False) for q in train), key=lambda p: len(str(p)))[:count]
+    return sorted((task.render_prompt(q, descriptions=False) for q in train), key=lambda p: len(str(p)))[
+        :count
+    ]
 
 
 def reward(completions: list, **columns: object) -> list[float]:
@@ -94,13 +99,25 @@ def reward(completions: list, **columns: object) -> list[float]:
 
 
 def load(spec: dict):
-    """The model and its tokenizer; `tiny` is a random two-layer one over the bundled vocabulary, for smoke tests."""
+    """The model and its tokenizer; `tiny` is a random two-layer one over the bundled vocabulary, for smoke
+    tests.
+    """
     if spec["model"] != "tiny":
         return load_model(spec["model"], device=spec["device"])
     torch.manual_seed(spec["seed"])
     tokenizer = AutoTokenizer.from_pretrained(prepare_smollm2())
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2, pad_token_id=2)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        # fmt: skip
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     return LlamaForCausalLM(config).to(spec["device"]), tokenizer
 
 
@@ -118,15 +135,33 @@ def build(spec: dict, folder: str):
     if spec["variant"] == "sdpo":
         from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
-        args = SDPOConfig(**shared, max_prompt_length=None, distillation_mode="full_logits", distillation_alpha=0.5, distillation_is_clip=None,
-                          distillation_weight=1.0, teacher_model_kind="live", use_successful_as_teacher=False, include_environment_feedback=True)
+        args = SDPOConfig(
+            **shared,
+            max_prompt_length=None,
+            distillation_mode="full_logits",
+            distillation_alpha=0.5,
+            distillation_is_clip=None,
+            distillation_weight=1.0,
+            teacher_model_kind="live",
+            use_successful_as_teacher=False,
+            include_environment_feedback=True,
+        )
         return SDPOTrainer(model, reward, args=args, train_dataset=dataset, processing_class=tokenizer), model
     args = GRPOConfig(**shared)
     if spec["variant"] == "plain":
         return GRPOTrainer(model, reward, args, dataset, processing_class=tokenizer), model
     weights = {"off": (0.0, 0.0), "hint": (1.0, 0.0), "full": (1.0, 0.1)}[spec["variant"]]
-    pairs = [DPOPair(str(i), p, '{"name": "f", "arguments": {"a": 1, "b": "two"}}', "I would call f with one and two.", chosen_ref_logprob=-9.0,
-                     rejected_ref_logprob=-9.0) for i, p in enumerate(chats)]
+    pairs = [
+        DPOPair(
+            str(i),
+            p,
+            '{"name": "f", "arguments": {"a": 1, "b": "two"}}',
+            "I would call f with one and two.",
+            chosen_ref_logprob=-9.0,
+            rejected_ref_logprob=-9.0,
+        )
+        for i, p in enumerate(chats)
+    ]
     trainer = ComposerReplicationTrainer(
         model, reward, args, dataset, processing_class=tokenizer, alpha_sdpo=weights[0], beta_replay=weights[1], teacher="live", grad_norm_steps=0,
         feedback_func=lambda completions, **columns: [HINT] * len(completions), preference_dataset=pairs, pairs_per_step=spec["pairs"],
@@ -135,7 +170,9 @@ def build(spec: dict, folder: str):
 
 
 def counter(seen: dict):
-    """`encode_shared` that also counts what it was asked to compute: tokens with shared prompts once, and rows of logits."""
+    """`encode_shared` that also counts what it was asked to compute: tokens with shared prompts once, and
+    rows of logits.
+    """
     real = loss_room.encode_shared
 
     def counting(model, ids, mask, needed_from=None):
@@ -150,7 +187,9 @@ def counter(seen: dict):
 
 
 def turns(spec: dict) -> dict:
-    """Step times of all variants, taken in turn; the first of each is not counted. And what the extra channels had to compute."""
+    """Step times of all variants, taken in turn; the first of each is not counted. And what the extra
+    channels had to compute.
+    """
     seen = {"teacher_tokens": 0, "teacher_rows": 0, "pair_tokens": 0, "pair_rows": 0}
     order = Turns(spec["variants"])
     clocks = {name: Clock(name, order) for name in spec["variants"]}
@@ -181,7 +220,9 @@ def turns(spec: dict) -> dict:
                 loss_room.encode_shared = real
 
         full._compute_loss = counted
-        threads = [threading.Thread(target=run, args=(name, trainer)) for name, (trainer, _) in trainers.items()]
+        threads = [
+            threading.Thread(target=run, args=(name, trainer)) for name, (trainer, _) in trainers.items()
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -216,12 +257,17 @@ def sizes(model: torch.nn.Module) -> dict:
 
 
 def rates(spec: dict) -> dict:
-    """FLOP/s of the model's bare body, forward alone and forward with backward, and of the head's products; attention not counted."""
+    """FLOP/s of the model's bare body, forward alone and forward with backward, and of the head's products;
+    attention not counted.
+    """
     model, _ = load(spec)
     size = sizes(model)
     rows = spec["prompts"] * spec["samples"]
     ids = torch.randint(5, 1000, (rows, 200), generator=torch.Generator().manual_seed(0)).to(spec["device"])
-    hidden, weight = torch.randn(spec["tokens"] * rows, size["width"], device=spec["device"]), model.get_output_embeddings().weight.detach()
+    hidden, weight = (
+        torch.randn(spec["tokens"] * rows, size["width"], device=spec["device"]),
+        model.get_output_embeddings().weight.detach(),
+    )
     logits = torch.empty(len(hidden), len(weight), device=spec["device"])
 
     def best(run) -> float:
@@ -244,7 +290,12 @@ def rates(spec: dict) -> dict:
 
     products = best(lambda: (torch.mm(hidden, weight.t(), out=logits), torch.mm(logits, weight)))
     work = 2 * size["body"] * ids.numel()
-    return {"forward": work / best(forward), "both": 3 * work / best(both), "head": 4 * hidden.numel() * len(weight) / products, **size}
+    return {
+        "forward": work / best(forward),
+        "both": 3 * work / best(both),
+        "head": 4 * hidden.numel() * len(weight) / products,
+        **size,
+    }
 
 
 TASKS = {"turns": turns, "peak": peak, "rates": rates}

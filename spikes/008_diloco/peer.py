@@ -1,7 +1,9 @@
-"""The published peer of spike 008: `python3.12 peer.py 4.0` starts three gradientmail nodes over a folder, kills the closer, prints JSON.
+"""The published peer of spike 008: `python3.12 peer.py 4.0` starts three gradientmail nodes over a folder,
+kills the closer, prints JSON.
 
-Needs Python 3.12 with gradientmail 0.0.2 and nothing else: a folder is the mailbox (temporary file, then a hard link, as in our bucket), and a model of
-16 numbers with plain lists for arithmetic is the toy problem. A step takes 20 ms, a round is due every 20 steps of its only fragment.
+Needs Python 3.12 with gradientmail 0.0.2 and nothing else: a folder is the mailbox (temporary file, then
+a hard link, as in our bucket), and a model of 16 numbers with plain lists for arithmetic is the toy
+problem. A step takes 20 ms, a round is due every 20 steps of its only fragment.
 """
 
 import json
@@ -44,7 +46,11 @@ def node(root: Path, name: str, lease_s: float) -> None:
                 return None
 
         async def list(self, prefix: str, *, after: str = "") -> list[str]:
-            keys = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and not path.name.startswith(".")]
+            keys = [
+                path.relative_to(root).as_posix()
+                for path in root.rglob("*")
+                if path.is_file() and not path.name.startswith(".")
+            ]
             return sorted(key for key in keys if key.startswith(prefix) and key > after)
 
         async def delete(self, keys) -> None:
@@ -97,8 +103,16 @@ def node(root: Path, name: str, lease_s: float) -> None:
         time.sleep(0.02)
         return 16
 
-    session = gm.Session(model, algorithm=gm.DiLoCo(sync_every=20, fragments=1, in_flight=1, quorum_size=3), mailbox=Folder(), node_id=name,
-                         backend=backend, poll_interval=0.05, lease_every=lease_s / 4, lease_timeout=lease_s)
+    session = gm.Session(
+        model,
+        algorithm=gm.DiLoCo(sync_every=20, fragments=1, in_flight=1, quorum_size=3),
+        mailbox=Folder(),
+        node_id=name,
+        backend=backend,
+        poll_interval=0.05,
+        lease_every=lease_s / 4,
+        lease_timeout=lease_s,
+    )
     session.run(step, range(10**6))
 
 
@@ -111,7 +125,12 @@ def drive(lease_s: float) -> dict[str, float]:
         root, errors = Path(name) / "run", Path(name) / "errors"
         root.mkdir()
         with errors.open("wb") as sink:
-            nodes = {f"n{i}": subprocess.Popen([sys.executable, __file__, str(lease_s), f"n{i}", str(root)], stdout=sink, stderr=sink) for i in range(3)}
+            nodes = {
+                f"n{i}": subprocess.Popen(
+                    [sys.executable, __file__, str(lease_s), f"n{i}", str(root)], stdout=sink, stderr=sink
+                )
+                for i in range(3)
+            }
             try:
                 wait(lambda: len(commits(root)) >= 12, 60, errors)
                 claim = sorted((root / "claims").glob("[0-9]*/001.json"))[-1]

@@ -1,12 +1,16 @@
-"""One real process of spike 008: `python worker.py '{"task": "train", "variant": "bucket", "rank": 0, ...}'` writes lines of JSON to its log.
+"""One real process of spike 008: `python worker.py '{"task": "train", "variant": "bucket", "rank": 0, ...}'`
+writes lines of JSON to its log.
 
-Task `train`: a small Llama-shaped model on bytes of the Python standard library, as one worker (`single`), synchronous data parallel (`ddp`), DiLoCo over
-a bucket (`bucket`) or torchft's own DiLoCo over an ObjectStoreManager (`torchft`); for each of `seeds`, with the same tokens in all. With `pace_s` a step
-lasts at least that long; what it really took is in the line, `b`. Times are seconds since the epoch, so that they compare across processes.
-With `die_at` the process kills itself at that point of a round: after its payload was stored (`payload`), or before it writes the record (`record`).
-Task `warm`: train one worker for `steps` and store the weights of each seed; the other variants begin there where `warm` names the folder.
-Task `sync`: one outer sync of random walks of `numel` parameters, timed, beside the bytes it moves at the store's own speed; `mbit` puts a link of so
-many megabits a second, each way, between replica and store.
+Task `train`: a small Llama-shaped model on bytes of the Python standard library, as one worker
+(`single`), synchronous data parallel (`ddp`), DiLoCo over a bucket (`bucket`) or torchft's own DiLoCo
+over an ObjectStoreManager (`torchft`); for each of `seeds`, with the same tokens in all. With `pace_s` a
+step lasts at least that long; what it really took is in the line, `b`. Times are seconds since the epoch,
+so that they compare across processes. With `die_at` the process kills itself at that point of a round:
+after its payload was stored (`payload`), or before it writes the record (`record`). Task `warm`: train
+one worker for `steps` and store the weights of each seed; the other variants begin there where `warm`
+names the folder. Task `sync`: one outer sync of random walks of `numel` parameters, timed, beside the
+bytes it moves at the store's own speed; `mbit` puts a link of so many megabits a second, each way,
+between replica and store.
 """
 
 import hashlib
@@ -30,11 +34,16 @@ VARIANTS = ("single", "ddp", "bucket", "torchft")
 
 
 def corpus(split_seed: int = 0, files: int = 160) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the standard library's top-level source files, split by file: train, held out (one file in eight)."""
+    """Bytes of the standard library's top-level source files, split by file: train, held out (one file in
+    eight).
+    """
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     random.Random(split_seed).shuffle(paths)
     paths = paths[:files]
-    parts = [b"".join(path.read_bytes() for path in chosen) for chosen in (paths[len(paths) // 8 :], paths[: len(paths) // 8])]
+    parts = [
+        b"".join(path.read_bytes() for path in chosen)
+        for chosen in (paths[len(paths) // 8 :], paths[: len(paths) // 8])
+    ]
     return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in parts)
 
 
@@ -47,8 +56,20 @@ def small_model(seed: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, tie_word_embeddings=True, use_cache=False, **shape)
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=True,
+        use_cache=False,
+        **shape,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -72,13 +93,19 @@ class Log:
         os.write(self.file, (json.dumps({"k": kind, "t": time.time(), **facts}) + "\n").encode())
 
 
-def schedule(optimizer: torch.optim.Optimizer, steps: int, end: float = 0.1) -> torch.optim.lr_scheduler.LRScheduler:
+def schedule(
+    optimizer: torch.optim.Optimizer, steps: int, end: float = 0.1
+) -> torch.optim.lr_scheduler.LRScheduler:
     """20 steps of warm-up, then a line down to `end`."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, max(end, 1 - (1 - end) * i / steps)))
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / 20, max(end, 1 - (1 - end) * i / steps))
+    )
 
 
 class Store:
-    """What lies between a bucket and its store: a link of a given speed, or a point at which the process dies."""
+    """What lies between a bucket and its store: a link of a given speed, or a point at which the process
+    dies.
+    """
 
     def __init__(self, store, mbit: float = 0.0, die_at: str = "") -> None:
         self.store, self.mbit, self.die_at = store, mbit, die_at
@@ -128,9 +155,22 @@ def seat(spec: dict, model: nn.Module, optimizer: torch.optim.Optimizer, seed: i
 
         params, compression = trainable_parameters(model), spec.get("compression")
         terms = RunConfig(outer=OuterConfig(**spec.get("outer", {})), compression=compression, late="carry")
-        place = Rendezvous(reach(spec), spec["rank"], run_id=f"seed{seed}", spec=global_spec(params), config=terms,
-                           lease_s=spec["lease_s"], expected=spec["world"], **spec.get("options", {}))
-        loop = LoopConfig(sync_every=spec["sync_every"], blocking=spec["blocking"], poll_s=spec.get("poll_s", 0.02), wait_s=120)
+        place = Rendezvous(
+            reach(spec),
+            spec["rank"],
+            run_id=f"seed{seed}",
+            spec=global_spec(params),
+            config=terms,
+            lease_s=spec["lease_s"],
+            expected=spec["world"],
+            **spec.get("options", {}),
+        )
+        loop = LoopConfig(
+            sync_every=spec["sync_every"],
+            blocking=spec["blocking"],
+            poll_s=spec.get("poll_s", 0.02),
+            wait_s=120,
+        )
         replica = Replica(params, place, loop)
         replica.enter(replace_rank=spec.get("replace_rank", False))
         return replica
@@ -139,8 +179,18 @@ def seat(spec: dict, model: nn.Module, optimizer: torch.optim.Optimizer, seed: i
         from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 
         loop = make_diloco_outer_loop(
-            model, optimizer, rendezvous_uri=spec["uri"], backend="torchft", rank=spec["rank"], world_size=spec["world"], run_id=f"seed{seed}",
-            sync_every=spec["sync_every"], outer=OuterConfig(**spec.get("outer", {})), poll_interval_s=0.02, timeout_s=120)
+            model,
+            optimizer,
+            rendezvous_uri=spec["uri"],
+            backend="torchft",
+            rank=spec["rank"],
+            world_size=spec["world"],
+            run_id=f"seed{seed}",
+            sync_every=spec["sync_every"],
+            outer=OuterConfig(**spec.get("outer", {})),
+            poll_interval_s=0.02,
+            timeout_s=120,
+        )
         return loop.__enter__()
     return None
 
@@ -150,7 +200,9 @@ def train(spec: dict) -> None:
     if spec["variant"] == "ddp":
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", init_method=f"file://{spec['uri']}", rank=spec["rank"], world_size=spec["world"])
+        dist.init_process_group(
+            "gloo", init_method=f"file://{spec['uri']}", rank=spec["rank"], world_size=spec["world"]
+        )
     for seed in spec["seeds"]:
         one_seed(spec, seed, data, held, log)
     if spec["variant"] == "ddp":
@@ -186,8 +238,14 @@ def one_seed(spec: dict, seed: int, data: torch.Tensor, held: torch.Tensor, log:
             log("s", b=busy, loss=loss.item())
         for event in outer.events[seen:] if outer is not None else ():
             seen += 1
-            facts = {name: event.get(name) for name in ("round", "step", "alive", "included", "delay", "bytes_up")} | {"what": event["kind"]}
-            log("round", **facts, momentum=fingerprint(outer) if pace and event["round"] == outer.state.round else None)
+            facts = {
+                name: event.get(name) for name in ("round", "step", "alive", "included", "delay", "bytes_up")
+            } | {"what": event["kind"]}
+            log(
+                "round",
+                **facts,
+                momentum=fingerprint(outer) if pace and event["round"] == outer.state.round else None,
+            )
         due = max(due + pace, time.perf_counter() - pace)  # a stall is not made up for
         time.sleep(max(0.0, due - time.perf_counter()))
     seconds = time.perf_counter() - begun
@@ -195,11 +253,21 @@ def one_seed(spec: dict, seed: int, data: torch.Tensor, held: torch.Tensor, log:
         outer.close() if spec["variant"] == "torchft" else outer.finish()
     moved = outer.rendezvous.bucket.bytes_up if spec["variant"] == "bucket" else 0
     rounds = outer.state.round if spec["variant"] == "bucket" else seen
-    log("loss", seed=seed, loss=held_out_loss(model, held), seconds=seconds, rounds=rounds, bytes_up=moved, tokens=steps * batch * SEQUENCE)
+    log(
+        "loss",
+        seed=seed,
+        loss=held_out_loss(model, held),
+        seconds=seconds,
+        rounds=rounds,
+        bytes_up=moved,
+        tokens=steps * batch * SEQUENCE,
+    )
 
 
 def warm(spec: dict) -> None:
-    """One worker, constant learning rate after a warm-up; weights of each seed into the folder `out`, held-out losses to the log."""
+    """One worker, constant learning rate after a warm-up; weights of each seed into the folder `out`,
+    held-out losses to the log.
+    """
     log, (data, held) = Log(spec["log"]), corpus()
     for seed in spec["seeds"]:
         model, draw = small_model(seed), torch.Generator().manual_seed(5000 + seed)
@@ -213,7 +281,12 @@ def warm(spec: dict) -> None:
             rates.step()
         Path(spec["out"]).mkdir(exist_ok=True)
         save_model(model, str(Path(spec["out"]) / f"{seed}.safetensors"))
-        log("loss", seed=seed, loss=held_out_loss(model, held), tokens=spec["steps"] * spec["batch"] * SEQUENCE)
+        log(
+            "loss",
+            seed=seed,
+            loss=held_out_loss(model, held),
+            tokens=spec["steps"] * spec["batch"] * SEQUENCE,
+        )
     log("end")
 
 
@@ -224,7 +297,9 @@ def fingerprint(replica) -> int:
 
 
 def sync(spec: dict) -> dict:
-    """Seconds of one outer sync of rank 0 beside an idle rank 1, and of moving its bytes, medians of `repeats`; bytes per replica."""
+    """Seconds of one outer sync of rank 0 beside an idle rank 1, and of moving its bytes, medians of
+    `repeats`; bytes per replica.
+    """
     from composer_nb.diloco.compression import compress
     from composer_nb.diloco.payload import spec_of
     from composer_nb.diloco.records import RunConfig
@@ -233,15 +308,32 @@ def sync(spec: dict) -> dict:
     bucket, kind = reach(spec), spec["compression"]
     params, walk = walks(spec)
     name = f"sync-{kind}-{spec['codec']}-{spec['numel']}-{spec.get('mbit', 0)}"
-    seats = [Rendezvous(bucket, rank, run_id=name, spec=spec_of(params), config=RunConfig(compression=kind), lease_s=600, background=False,
-                        expected=2, snapshot_every=1000) for rank in (0, 1)]
+    seats = [
+        Rendezvous(
+            bucket,
+            rank,
+            run_id=name,
+            spec=spec_of(params),
+            config=RunConfig(compression=kind),
+            lease_s=600,
+            background=False,
+            expected=2,
+            snapshot_every=1000,
+        )
+        for rank in (0, 1)
+    ]
     for place in seats:
         place.join()
         place.start(params)
     seats[0].tick()
     errors, rows = [None, None], []
     for round in range(1, spec["repeats"] + 1):
-        up, down, parts, times = [place.bucket.bytes_up for place in seats], seats[0].bucket.bytes_down, [], []
+        up, down, parts, times = (
+            [place.bucket.bytes_up for place in seats],
+            seats[0].bucket.bytes_down,
+            [],
+            [],
+        )
         for rank in (1, 0):
             start = time.perf_counter()
             packed, errors[rank] = compress(walk[rank], kind, errors[rank], codec=spec["codec"])
@@ -256,18 +348,34 @@ def sync(spec: dict) -> dict:
         seats[1].apply(seats[1].poll(round))
         both = sum(place.bucket.bytes_up for place in seats) - sum(up)
         move_s, hash_s = move(bucket, own_up, own_down)
-        rows.append({"sync_s": seconds, "compress_s": parts[1], "move_s": move_s, "hash_s": hash_s, "bytes_up": both / 2,
-                     "moved": own_up + own_down, "ranks": len(record.ranks)})
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {"numel": sum(p.numel() for p in params.values())}
+        rows.append(
+            {
+                "sync_s": seconds,
+                "compress_s": parts[1],
+                "move_s": move_s,
+                "hash_s": hash_s,
+                "bytes_up": both / 2,
+                "moved": own_up + own_down,
+                "ranks": len(record.ranks),
+            }
+        )
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {
+        "numel": sum(p.numel() for p in params.values())
+    }
 
 
 def walks(spec: dict) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Global parameters, and two walks: of the small model, trained a few steps, or random ones of `numel` parameters in eight tensors."""
+    """Global parameters, and two walks: of the small model, trained a few steps, or random ones of `numel`
+    parameters in eight tensors.
+    """
     if spec["numel"]:
         draw = torch.Generator().manual_seed(0)
         shape = (8, spec["numel"] // 8)
         params = {f"w{i}": row.clone() for i, row in enumerate(torch.randn(shape, generator=draw))}
-        return params, [{f"w{i}": row.clone() for i, row in enumerate(1e-3 * torch.randn(shape, generator=draw))} for _ in range(2)]
+        return params, [
+            {f"w{i}": row.clone() for i, row in enumerate(1e-3 * torch.randn(shape, generator=draw))}
+            for _ in range(2)
+        ]
     data, _ = corpus()
     begin = {name: value.detach().clone() for name, value in small_model(0).named_parameters()}
     found = []

@@ -1,7 +1,9 @@
-"""One measurement in one process: `python measure.py '{"case": "trl", "N": 2048, "V": 32000, "d": 576, ...}'` prints a line of JSON.
+"""One measurement in one process: `python measure.py '{"case": "trl", "N": 2048, "V": 32000, "d": 576,
+...}'` prints a line of JSON.
 
-Memory is the peak of the resident set (CPU) or of the allocator (GPU) above what was held before the case's first full call, so page faults and scratch
-count; `returned_mib` is the part of it that are the gradients themselves. Time: the case and the streamed loss take turns, `repeats` times each, so that a
+Memory is the peak of the resident set (CPU) or of the allocator (GPU) above what was held before the
+case's first full call, so page faults and scratch count; `returned_mib` is the part of it that are the
+gradients themselves. Time: the case and the streamed loss take turns, `repeats` times each, so that a
 machine that speeds up or slows down does so for both; `ratios` are streamed loss over case, turn by turn.
 """
 
@@ -25,7 +27,9 @@ def resident(field: str) -> int:
 
 
 def tensors(spec: dict) -> dict:
-    """Hidden states, heads and the rows that are scored; the teacher's head is the student's, as in self-distillation."""
+    """Hidden states, heads and the rows that are scored; the teacher's head is the student's, as in
+    self-distillation.
+    """
     kind, device = getattr(torch, spec["dtype"]), spec["device"]
     generator = torch.Generator(device).manual_seed(spec["seed"])
     N, V, d = spec["N"], spec["V"], spec["d"]
@@ -33,12 +37,19 @@ def tensors(spec: dict) -> dict:
     weight = (3 * torch.randn(V, d, generator=generator, device=device) / d**0.5).to(kind)
     scored = torch.zeros(N, dtype=torch.bool, device=device)
     scored[:: spec["every"]] = True
-    return {"student": student.requires_grad_(), "teacher": teacher, "weight": weight.requires_grad_(), "scored": scored}
+    return {
+        "student": student.requires_grad_(),
+        "teacher": teacher,
+        "weight": weight.requires_grad_(),
+        "scored": scored,
+    }
 
 
 def ours(x: dict, beta: float) -> None:
     head = Head(x["weight"])
-    fused_divergence_loss(View(x["student"][x["scored"]], head), View(x["teacher"][x["scored"]], head), beta=beta).backward()
+    fused_divergence_loss(
+        View(x["student"][x["scored"]], head), View(x["teacher"][x["scored"]], head), beta=beta
+    ).backward()
 
 
 def trl(x: dict, beta: float) -> None:
@@ -69,8 +80,14 @@ def autograd(x: dict, beta: float) -> None:
 
 
 def floor(x: dict, beta: float) -> None:
-    """The four matrix products that any exact method needs: logits into memory that is already there, gradients into their own."""
-    student, teacher, weight = x["student"].detach()[x["scored"]], x["teacher"][x["scored"]], x["weight"].detach()
+    """The four matrix products that any exact method needs: logits into memory that is already there,
+    gradients into their own.
+    """
+    student, teacher, weight = (
+        x["student"].detach()[x["scored"]],
+        x["teacher"][x["scored"]],
+        x["weight"].detach(),
+    )
     logits = x.setdefault("room", weight.new_empty(0)).resize_(len(student), len(weight))
     torch.mm(student, weight.t(), out=logits)
     torch.mm(teacher, weight.t(), out=logits)
@@ -85,8 +102,15 @@ def cost(spec: dict) -> dict:
     """Seconds and peak extra memory of one case."""
     x = tensors(spec)
     cuda = spec["device"] == "cuda"
-    torch.mm(torch.ones(64, 64, device=spec["device"]), torch.ones(64, 64, device=spec["device"]))  # the library's own workspace
-    CASES[spec["case"]]({k: v[:8].detach().requires_grad_(v.requires_grad) for k, v in x.items()} if spec["case"] != "floor" else dict(x), 0.5)
+    torch.mm(
+        torch.ones(64, 64, device=spec["device"]), torch.ones(64, 64, device=spec["device"])
+    )  # the library's own workspace
+    CASES[spec["case"]](
+        {k: v[:8].detach().requires_grad_(v.requires_grad) for k, v in x.items()}
+        if spec["case"] != "floor"
+        else dict(x),
+        0.5,
+    )
     x["student"].grad = x["weight"].grad = None
     if cuda:
         torch.cuda.synchronize()
@@ -97,7 +121,9 @@ def cost(spec: dict) -> dict:
         before = resident("VmRSS")
     CASES[spec["case"]](x, spec["beta"])
     peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")
-    returned = sum(g.numel() * g.element_size() for g in (x["student"].grad, x["weight"].grad) if g is not None)
+    returned = sum(
+        g.numel() * g.element_size() for g in (x["student"].grad, x["weight"].grad) if g is not None
+    )
     turns = {spec["case"]: [], "ours": []}
     for turn in range(spec["repeats"] * len(turns)):
         name = list(turns)[turn % len(turns)]
@@ -109,20 +135,31 @@ def cost(spec: dict) -> dict:
             torch.cuda.synchronize()
         turns[name].append(time.perf_counter() - start)
     ratios = [mine / theirs for mine, theirs in zip(turns["ours"], turns[spec["case"]], strict=True)]
-    return {"seconds": min(turns[spec["case"]]), "ratios": ratios, "peak_mib": (peak - before) / MIB, "returned_mib": returned / MIB}
+    return {
+        "seconds": min(turns[spec["case"]]),
+        "ratios": ratios,
+        "peak_mib": (peak - before) / MIB,
+        "returned_mib": returned / MIB,
+    }
 
 
 def error(spec: dict) -> dict:
     """Relative error of both gradients against float64, all taken from the same rounded inputs."""
     x = tensors(spec)
-    exact = {k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in x.items()}
+    exact = {
+        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v
+        for k, v in x.items()
+    }
     head = Head(exact["weight"])
     s, t = (head(exact[name][x["scored"]]).log_softmax(-1) for name in ("student", "teacher"))
     t, beta = t.detach(), spec["beta"]
     m = torch.log((1 - beta) * s.exp() + beta * t.exp())
     ((1 - beta) * s.exp() * (s - m) + beta * t.exp() * (t - m)).sum(-1).mean().backward()
     CASES[spec["case"]](x, beta)
-    return {name: ((x[name].grad.double() - exact[name].grad).norm() / exact[name].grad.norm()).item() for name in ("student", "weight")}
+    return {
+        name: ((x[name].grad.double() - exact[name].grad).norm() / exact[name].grad.norm()).item()
+        for name in ("student", "weight")
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""RLSD and SDAR against numbers that the public codes gave on the inputs below (their functions, unchanged, in float64).
+"""RLSD and SDAR against numbers that the public codes gave on the inputs below (their functions, unchanged,
+in float64).
 
-lauyikfung/SDPG f71329ee `compute_rlsd_loss`; coldsakrua/RLSD 269cf6ef, the lines of `rlsd_trainer.RLSDTrainer`;
-ZJU-REAL/SDAR 8b85c231 `compute_rlsd_token_advantage`, `_get_rlsd_lambda` and `compute_sdar_loss`.
+lauyikfung/SDPG f71329ee `compute_rlsd_loss`; coldsakrua/RLSD 269cf6ef, the lines of
+`rlsd_trainer.RLSDTrainer`; ZJU-REAL/SDAR 8b85c231 `compute_rlsd_token_advantage`, `_get_rlsd_lambda` and
+`compute_sdar_loss`.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Divergences against the golden file (SDPO's and OPSD's own code) and against the installed TRL, values and gradients."""
+"""Divergences against the golden file (SDPO's and OPSD's own code) and against the installed TRL, values and
+gradients.
+"""
 
 import json
 import math
@@ -89,7 +91,8 @@ def test_trl(beta, support, dtype):
         value = generalized_jsd(*restrict(ours, teacher, top_k=3, tail=tail), beta)
     value.sum().backward()
     upstream.sum().backward()
-    # TRL interpolates with lerp, we sum; float32 rounding of log-probs near -8 is the larger of the two bounds
+    # TRL interpolates with lerp, we sum; float32 rounding of log-probs near -8 is the larger of the two
+    # bounds
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
     assert torch.allclose(value, upstream, atol=tolerance, rtol=tolerance)
     assert torch.allclose(ours.grad, theirs.grad, atol=tolerance, rtol=tolerance)

@@ -23,7 +23,8 @@ from composer_nb.policy import PolicyOutput, policy_loss
 from composer_nb.preference import PreferenceOutput, dpo_loss, sequence_logprobs, simpo_loss
 
 EXACT = {"rtol": 1e-12, "atol": 1e-15}
-# A float32 log-probability between 4 and 8 is off by up to 2.4e-7, half a unit in its last place; a reply adds up a few.
+# A float32 log-probability between 4 and 8 is off by up to 2.4e-7, half a unit in its last place; a reply
+# adds up a few.
 FLOAT32 = {"rtol": 1e-5, "atol": 5e-7}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
@@ -42,7 +43,10 @@ def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def assert_same(
-    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], inputs: list[Tensor], tolerance: dict[str, float]
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    inputs: list[Tensor],
+    tolerance: dict[str, float],
 ) -> None:
     "One value, and one gradient per input, none of them zero throughout."
     results = []
@@ -55,7 +59,8 @@ def assert_same(
         assert upstream.count_nonzero() > 0
 
 
-# --- divergence --------------------------------------------------------------------------------------------------
+# --- divergence
+# --------------------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([3, IGNORE_INDEX, 0, 10, 7, IGNORE_INDEX, 1, 2, 5, IGNORE_INDEX, 4])
 
@@ -109,7 +114,8 @@ def test_nothing_to_score_is_zero_on_both_sides() -> None:
     assert [loss.item() for loss in losses] == [0.0, 0.0]
 
 
-# --- preferences -------------------------------------------------------------------------------------------------
+# --- preferences
+# -------------------------------------------------------------------------------------------------
 
 
 def preferences(dtype: torch.dtype) -> SimpleNamespace:
@@ -124,7 +130,9 @@ def preferences(dtype: torch.dtype) -> SimpleNamespace:
 
 
 def reply_logprobs(hidden: Tensor, head: Tensor, target: Tensor, *, average: bool) -> tuple[Tensor, Tensor]:
-    "Chosen and rejected; Liger takes all of this in float32, so for equal rounding the logits are cast here too."
+    """Chosen and rejected; Liger takes all of this in float32, so for equal rounding the logits are cast
+    here too.
+    """
     mask = target != IGNORE_INDEX
     logps = token_logprobs((hidden @ head.T).float(), target.masked_fill(~mask, 0))
     return sequence_logprobs(logps, mask, average=average).chunk(2)
@@ -155,7 +163,10 @@ def liger_simpo(
 
 
 def assert_same_preferences(
-    case: SimpleNamespace, ours: Callable[..., PreferenceOutput], theirs: Callable[..., tuple], **options: object
+    case: SimpleNamespace,
+    ours: Callable[..., PreferenceOutput],
+    theirs: Callable[..., tuple],
+    **options: object,
 ) -> None:
     "Loss, gradients, and the two implicit rewards that Liger reports last."
     assert_same(
@@ -188,7 +199,9 @@ def test_label_smoothing_is_ignored_by_ligers_sigmoid() -> None:
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("gamma", [0.5, 1.6])
 def test_simpo(gamma: float, label_smoothing: float, dtype: torch.dtype) -> None:
-    "Liger's gamma is the margin itself (not over beta), its own beta defaults to 0.1, and it adds an NLL unless told not to."
+    """Liger's gamma is the margin itself (not over beta), its own beta defaults to 0.1, and it adds an NLL
+    unless told not to.
+    """
     knobs = {"beta": 2.0, "gamma": gamma, "label_smoothing": label_smoothing}
     assert_same_preferences(preferences(dtype), our_simpo, liger_simpo, **knobs)
 
@@ -200,7 +213,8 @@ def test_an_empty_reply_is_nan_there_and_zero_here() -> None:
     assert our_simpo(case, *case.policy).losses.isfinite().all()
 
 
-# --- policy ------------------------------------------------------------------------------------------------------
+# --- policy
+# ------------------------------------------------------------------------------------------------------
 
 KINDS = {
     "grpo": {"loss_type": "grpo", "epsilon_high": 0.28},
@@ -214,7 +228,9 @@ EPSILON_LOW = {"gspo": 0.05}
 
 
 def rollouts(dtype: torch.dtype) -> SimpleNamespace:
-    "Six answers of nought to seven tokens; the old policy and the reference differ enough for every clip to act."
+    """Six answers of nought to seven tokens; the old policy and the reference differ enough for every clip
+    to act.
+    """
     ids = torch.randint(0, 13, (6, 7), generator=torch.Generator().manual_seed(9))
     policy = [draw(6, 7, 6, dtype=dtype, seed=10), 0.4 * draw(13, 6, dtype=dtype, seed=11)]
     moved = [policy[1] + 0.25 * draw(13, 6, dtype=dtype, seed=seed) for seed in (12, 13)]
@@ -230,7 +246,14 @@ def rollouts(dtype: torch.dtype) -> SimpleNamespace:
 
 
 def our_policy(
-    case: SimpleNamespace, hidden: Tensor, head: Tensor, *, kind: str, kl_coef: float, temperature: float, **options: object
+    case: SimpleNamespace,
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    kind: str,
+    kl_coef: float,
+    temperature: float,
+    **options: object,
 ) -> PolicyOutput:
     logprobs = token_logprobs((hidden @ head.T).float() / temperature, case.ids)
     return policy_loss(
@@ -280,7 +303,9 @@ def test_policy_over_the_tokens_of_a_whole_step(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cispo"])
 def test_dials(kind: str) -> None:
-    "KL to the reference and the clipped share; cispo's share is left out, which Liger counts for positive advantages only."
+    """KL to the reference and the clipped share; cispo's share is left out, which Liger counts for positive
+    advantages only.
+    """
     case, knobs = rollouts(torch.float64), {"kind": kind, "kl_coef": 0.1, "temperature": 1.0}
     ours = our_policy(case, *case.policy, **knobs).metrics
     kl, clipped = liger_policy(case, *case.policy, **knobs)[1]

@@ -1,4 +1,6 @@
-"""Policy losses against prime-rl's golden numbers and TRL's installed GRPOTrainer, values and gradients in float64."""
+"""Policy losses against prime-rl's golden numbers and TRL's installed GRPOTrainer, values and gradients in
+float64.
+"""
 
 import json
 from collections import defaultdict
@@ -24,7 +26,8 @@ def close(ours: Tensor, theirs: Tensor | float | list[float]) -> None:
     torch.testing.assert_close(ours, torch.as_tensor(theirs, dtype=torch.float64), **TIGHT)
 
 
-# --- golden: prime-rl and the length penalty ---------------------------------------------------------------------
+# --- golden: prime-rl and the length penalty
+# ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -65,7 +68,8 @@ def test_length_penalty(key: str, value: float) -> None:
     close(length_penalty(doubles(knobs["x"]), k=knobs["k"], q=knobs["q"])[0], value)
 
 
-# --- live: TRL's own methods on a stand-in for self --------------------------------------------------------------
+# --- live: TRL's own methods on a stand-in for self
+# --------------------------------------------------------------
 
 
 def same(value: object, *_: object, **__: object) -> object:

@@ -1,4 +1,6 @@
-"""DPO and SimPO against the SimPO authors' golden numbers and TRL's installed trainers, values and gradients."""
+"""DPO and SimPO against the SimPO authors' golden numbers and TRL's installed trainers, values and
+gradients.
+"""
 
 import json
 import os
@@ -38,7 +40,8 @@ def reply_logps(values: Tensor, average: bool) -> Tensor:
     return sequence_logprobs(token_logprobs(predicting, ids), mask, average=average)
 
 
-# --- golden ------------------------------------------------------------------------------------------------------
+# --- golden
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("key", "average"), [("SimPO logps avg", True), ("logps sum", False)])
@@ -73,7 +76,8 @@ def test_dpo() -> None:
     close(dpo_loss(*pairs, beta=0.1).losses, [GOLDEN["DPO sigmoid beta .1 ref=t"]])
 
 
-# --- live: TRL's own methods -------------------------------------------------------------------------------------
+# --- live: TRL's own methods
+# -------------------------------------------------------------------------------------
 
 
 def same(value: object, *_: object, **__: object) -> object:

@@ -1,7 +1,9 @@
-"""verl 0.9.1's own `core_algos` against ours, values and gradients; where verl counts differently, the exact relation.
+"""verl 0.9.1's own `core_algos` against ours, values and gradients; where verl counts differently, the exact
+relation.
 
-verl runs in a process of its own (`verl_oracle.py`) over a folder with verl and what it needs beside our packages. The
-first run makes that folder, in the user cache; it is keyed by `requirements-verl.txt`, so another pin makes another one.
+verl runs in a process of its own (`verl_oracle.py`) over a folder with verl and what it needs beside our
+packages. The first run makes that folder, in the user cache; it is keyed by `requirements-verl.txt`, so
+another pin makes another one.
 """
 
 import hashlib
@@ -36,11 +38,14 @@ LENGTHS = torch.tensor([9, 1, 4, 7, 0, 9])
 NON_EMPTY = 5
 
 
-# --- verl, in its own process ------------------------------------------------------------------------------------
+# --- verl, in its own process
+# ------------------------------------------------------------------------------------
 
 
 def verl_folder() -> Path:
-    "The folder with verl in it; installed under another name first, so that an interrupted install is never used."
+    """The folder with verl in it; installed under another name first, so that an interrupted install is
+    never used.
+    """
     key = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     folder = cache_dir() / f"verl-{key}"
     if folder.is_dir():
@@ -62,7 +67,9 @@ def verl_folder() -> Path:
 
 
 class Verl:
-    "`verl(call, tensors, **options)` is what verl's function returned, with the gradient of its one differentiable input."
+    """`verl(call, tensors, **options)` is what verl's function returned, with the gradient of its one
+    differentiable input.
+    """
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.folder, self.files = folder, (scratch / "in.safetensors", scratch / "out.safetensors")
@@ -119,7 +126,8 @@ def assert_same(ours: Tensor, theirs: SimpleNamespace, leaf: Tensor, **tolerance
     assert theirs.gradient.count_nonzero() > 0
 
 
-# --- advantages --------------------------------------------------------------------------------------------------
+# --- advantages
+# --------------------------------------------------------------------------------------------------
 
 REWARDS = torch.tensor([1, 0, 0.3, 0.5, 2, -2.5, 0, 1.7, 0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
 ESTIMATORS = {
@@ -132,7 +140,9 @@ ESTIMATORS = {
 }
 
 
-def verl_advantages(verl: Verl, rewards: Tensor, group_size: int, estimator: str, **options: object) -> Tensor:
+def verl_advantages(
+    verl: Verl, rewards: Tensor, group_size: int, estimator: str, **options: object
+) -> Tensor:
     groups = torch.arange(len(rewards)) // group_size
     return verl("advantages", {"rewards": rewards, "groups": groups}, estimator=estimator, **options).value
 
@@ -140,7 +150,9 @@ def verl_advantages(verl: Verl, rewards: Tensor, group_size: int, estimator: str
 @DTYPES
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages(verl: Verl, name: str, dtype: torch.dtype) -> None:
-    "Both divide by the standard deviation with divisor G-1; verl adds 1e-6 to it where TRL, and our default, add 1e-4."
+    """Both divide by the standard deviation with divisor G-1; verl adds 1e-6 to it where TRL, and our
+    default, add 1e-4.
+    """
     kind, options = ESTIMATORS[name]
     rewards, estimator = REWARDS.to(dtype), name.split()[0]
     theirs = verl_advantages(verl, rewards, 4, estimator, **options)
@@ -168,7 +180,9 @@ def test_an_answer_without_siblings_keeps_its_reward_there_and_gets_nothing_here
 
 
 def test_equal_rewards_are_exactly_zero_here_and_a_rounding_error_there(verl: Verl) -> None:
-    "The mean of equal rewards may be off by a unit in the last place; divided by 1e-6 that is no longer small."
+    """The mean of equal rewards may be off by a unit in the last place; divided by 1e-6 that is no longer
+    small.
+    """
     worst = 0.0
     for size in range(3, 20):  # which sizes round depends on the processor
         rewards = torch.full((size,), 0.1)
@@ -178,7 +192,8 @@ def test_equal_rewards_are_exactly_zero_here_and_a_rounding_error_there(verl: Ve
     assert 1e-3 < worst < 1
 
 
-# --- from token losses to one number -----------------------------------------------------------------------------
+# --- from token losses to one number
+# -----------------------------------------------------------------------------
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -205,7 +220,9 @@ MEANS = [
 def test_reductions(
     verl: Verl, mode: str, options: dict, reduction: str, denominator: float | None, dtype: torch.dtype
 ) -> None:
-    "verl counts sequences with a scored token, we count all of them: our denominator says how many, when they differ."
+    """verl counts sequences with a scored token, we count all of them: our denominator says how many, when
+    they differ.
+    """
     values = draw(6, 9, dtype=dtype, seed=0).requires_grad_()
     theirs = verl("agg_loss", {"values": values, "mask": MASK}, loss_agg_mode=mode, **options)
     assert_same(reduce_tokens(values, MASK, reduction, denominator), theirs, values)
@@ -218,7 +235,9 @@ def test_the_sequence_mean_divides_by_its_length_plus_1e_8(verl: Verl, dtype: to
     theirs = verl("agg_loss", {"values": values, "mask": mask}, loss_agg_mode="seq-mean-token-mean")
     length = mask.sum(1, keepdim=True)
     assert_same(
-        reduce_tokens(values * (length / (length + 1e-8)), mask, "seq-mean-token-mean", NON_EMPTY), theirs, values
+        reduce_tokens(values * (length / (length + 1e-8)), mask, "seq-mean-token-mean", NON_EMPTY),
+        theirs,
+        values,
     )
     if dtype == torch.float64:
         plain = reduce_tokens(values, mask, "seq-mean-token-mean", NON_EMPTY)
@@ -241,7 +260,8 @@ def test_nan_outside_the_mask_leaks_through_verls_sequence_means_only(verl: Verl
     assert reduce_tokens(values, MASK, mode).isfinite()
 
 
-# --- policy losses -----------------------------------------------------------------------------------------------
+# --- policy losses
+# -----------------------------------------------------------------------------------------------
 
 
 def rollouts(dtype: torch.dtype) -> SimpleNamespace:
@@ -256,7 +276,9 @@ def rollouts(dtype: torch.dtype) -> SimpleNamespace:
     )
 
 
-def verl_policy(verl: Verl, batch: SimpleNamespace, advantages: Tensor, name: str, mode: str, **config: object):
+def verl_policy(
+    verl: Verl, batch: SimpleNamespace, advantages: Tensor, name: str, mode: str, **config: object
+):
     tensors = {"logprobs": batch.logprobs, "old": batch.old, "advantages": advantages, "mask": MASK}
     return verl("policy_loss", tensors, name=name, loss_agg_mode=mode, **config)
 
@@ -296,7 +318,9 @@ def test_clipped_policy_loss(verl: Verl, kind: str, advantages: str, dtype: torc
 def test_the_dual_clip_that_verl_has_on_by_default_and_we_have_not(
     verl: Verl, limit: float, dtype: torch.dtype
 ) -> None:
-    "A bad token whose ratio is beyond the limit costs `-A * limit` and has no gradient; the others are as ours."
+    """A bad token whose ratio is beyond the limit costs `-A * limit` and has no gradient; the others are as
+    ours.
+    """
     batch = rollouts(dtype)
     theirs = verl_policy(verl, batch, batch.per_token, "vanilla", "token-mean", clip_ratio_c=limit, **CLIP)
     beyond = ((batch.logprobs - batch.old).exp() > limit) & (batch.per_token < 0) & MASK.bool()
@@ -323,9 +347,12 @@ def test_gspo(verl: Verl, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_gspo_with_token_advantages_has_verls_mean_gradient_on_each_token(verl: Verl, dtype: torch.dtype) -> None:
-    """verl's ratio has the value of the sequence's and the gradient of the token's own (GSPO-token); ours has both of
-    the sequence. Equal values, and each row of our gradient is the mean of verl's row over the scored tokens.
+def test_gspo_with_token_advantages_has_verls_mean_gradient_on_each_token(
+    verl: Verl, dtype: torch.dtype
+) -> None:
+    """verl's ratio has the value of the sequence's and the gradient of the token's own (GSPO-token); ours
+    has both of the sequence. Equal values, and each row of our gradient is the mean of verl's row over
+    the scored tokens.
     """
     batch = rollouts(dtype)
     theirs = verl_policy(verl, batch, batch.per_token, "gspo", "seq-mean-token-mean", **GSPO_CLIP)
@@ -340,7 +367,9 @@ def test_gspo_with_token_advantages_has_verls_mean_gradient_on_each_token(verl: 
 @DTYPES
 @pytest.mark.parametrize("advantages", ["per_answer", "per_token"])
 def test_cispo_without_a_lower_limit(verl: Verl, advantages: str, dtype: torch.dtype) -> None:
-    "verl's upper limit is a distance from one, ours is the cap on the ratio; verl's lower limit of 1 is none."
+    """verl's upper limit is a distance from one, ours is the cap on the ratio; verl's lower limit of 1 is
+    none.
+    """
     batch = rollouts(dtype)
     signal = getattr(batch, advantages)
     limits = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5}
@@ -352,7 +381,9 @@ def test_cispo_without_a_lower_limit(verl: Verl, advantages: str, dtype: torch.d
 
 @DTYPES
 def test_cispo_with_verls_lower_limit_lifts_the_weight_of_rare_tokens(verl: Verl, dtype: torch.dtype) -> None:
-    "We have no lower limit (nor has the paper's own setting): below it verl's weight is `1 - low` instead of the ratio."
+    """We have no lower limit (nor has the paper's own setting): below it verl's weight is `1 - low` instead
+    of the ratio.
+    """
     batch = rollouts(dtype)
     limits = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.5}
     theirs = verl_policy(verl, batch, batch.per_token, "cispo", "token-mean", **limits)
@@ -365,7 +396,9 @@ def test_cispo_with_verls_lower_limit_lifts_the_weight_of_rare_tokens(verl: Verl
 
 @DTYPES
 def test_dppo_has_the_same_gradient(verl: Verl, dtype: torch.dtype) -> None:
-    "verl's `dppo_tv` weights log π by a detached ratio, prime-rl and we differentiate the ratio: other value, same gradient."
+    """verl's `dppo_tv` weights log π by a detached ratio, prime-rl and we differentiate the ratio: other
+    value, same gradient.
+    """
     batch = rollouts(dtype)
     limits = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.1, "clip_ratio_c": NEVER}
     theirs = verl_policy(verl, batch, batch.per_token, "dppo_tv", "token-sum", **limits)
@@ -376,9 +409,11 @@ def test_dppo_has_the_same_gradient(verl: Verl, dtype: torch.dtype) -> None:
     assert ours.metrics["is_masked"].item() == pytest.approx(dropped, rel=1e-6) and dropped > 0
 
 
-# --- KL estimates ------------------------------------------------------------------------------------------------
+# --- KL estimates
+# ------------------------------------------------------------------------------------------------
 
-# verl takes exp(x) - x - 1, we expm1(x) - x: near x = 0 its float32 result is off by a unit in the last place of 1.
+# verl takes exp(x) - x - 1, we expm1(x) - x: near x = 0 its float32 result is off by a unit in the last place
+# of 1.
 CANCELS = {"atol": 5e-7}
 
 
@@ -387,7 +422,9 @@ def verl_kl(verl: Verl, batch: SimpleNamespace, kind: str) -> SimpleNamespace:
 
 
 @DTYPES
-@pytest.mark.parametrize(("theirs", "ours"), [("k1", "k1"), ("kl", "k1"), ("k2", "k2"), ("mse", "k2"), ("k3", "k3")])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("k1", "k1"), ("kl", "k1"), ("k2", "k2"), ("mse", "k2"), ("k3", "k3")]
+)
 def test_kl_estimates(verl: Verl, theirs: str, ours: str, dtype: torch.dtype) -> None:
     batch = rollouts(dtype)
     slack = CANCELS if (ours, dtype) == ("k3", torch.float32) else {}
@@ -399,15 +436,18 @@ def test_kl_estimates(verl: Verl, theirs: str, ours: str, dtype: torch.dtype) ->
 @DTYPES
 @pytest.mark.parametrize("kind", ["k1", "k2"])
 def test_kl_penalty_is_verls_estimator_with_a_plus(verl: Verl, kind: str, dtype: torch.dtype) -> None:
-    "`k1+` has k1's value and k2's gradient: what we give k1 as a term of a loss. For k2 the plus changes nothing."
+    """`k1+` has k1's value and k2's gradient: what we give k1 as a term of a loss. For k2 the plus changes
+    nothing.
+    """
     batch = rollouts(dtype)
     assert_same(kl_penalty(batch.logprobs, batch.ref, kind), verl_kl(verl, batch, f"{kind}+"), batch.logprobs)
 
 
 @DTYPES
 def test_low_var_kl_is_k3_cut_off_at_ten(verl: Verl, dtype: torch.dtype) -> None:
-    """verl clamps the log-ratio to ±20 and the estimate to ±10. The estimate passes 10 long before the log-ratio
-    reaches 20 in either direction, so the two clamps are one: at most 10, and no gradient beyond.
+    """verl clamps the log-ratio to ±20 and the estimate to ±10. The estimate passes 10 long before the
+    log-ratio reaches 20 in either direction, so the two clamps are one: at most 10, and no gradient
+    beyond.
     """
     gaps = torch.tensor([-40, -20.5, -19, -11.5, -8, -1, 0.5, 2.4, 2.7, 8, 19, 30], dtype=dtype)
     logprobs = torch.full_like(gaps, -2.0).requires_grad_()
@@ -426,7 +466,8 @@ def test_policy_loss_with_a_leash(verl: Verl, dtype: torch.dtype) -> None:
     estimate = verl_kl(verl, batch, "low_var_kl")
     mean = verl("agg_loss", {"values": estimate.value, "mask": MASK}, loss_agg_mode="token-mean")
     theirs = SimpleNamespace(
-        value=policy.value + 0.1 * mean.value, gradient=policy.gradient + 0.1 * mean.gradient * estimate.gradient
+        value=policy.value + 0.1 * mean.value,
+        gradient=policy.gradient + 0.1 * mean.gradient * estimate.gradient,
     )
     ours = policy_loss(
         batch.logprobs, batch.old, batch.per_answer, MASK, kind="dapo", ref_logprobs=batch.ref, kl_coef=0.1,

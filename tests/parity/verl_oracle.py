@@ -1,7 +1,7 @@
 """Calls verl's own functions for `test_verl.py`, in a process that has verl on its path.
 
-One JSON request per line on stdin: the function, its options, the files for tensors in and out. One JSON answer per
-line on stdout: an empty object, or the error. Tensors travel as safetensors.
+One JSON request per line on stdin: the function, its options, the files for tensors in and out. One JSON
+answer per line on stdout: an empty object, or the error. Tensors travel as safetensors.
 """
 
 import json
@@ -37,7 +37,9 @@ def agg_loss(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     return with_gradient(core_algos.agg_loss(leaf, tensors["mask"], **options), leaf)
 
 
-def policy_loss(tensors: dict[str, Tensor], name: str, loss_agg_mode: str, **config: Any) -> dict[str, Tensor]:
+def policy_loss(
+    tensors: dict[str, Tensor], name: str, loss_agg_mode: str, **config: Any
+) -> dict[str, Tensor]:
     leaf = tensors["logprobs"].requires_grad_()
     actor = ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **config)
     loss, metrics = core_algos.get_policy_loss_fn(name)(
@@ -67,7 +69,9 @@ CALLS: dict[str, Callable[..., dict[str, Tensor]]] = {
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
-        save_file(CALLS[request["call"]](load_file(request["input"]), **request["options"]), request["output"])
+        save_file(
+            CALLS[request["call"]](load_file(request["input"]), **request["options"]), request["output"]
+        )
         return {}
     except Exception:  # whatever it is, the test that asked shows it
         return {"error": traceback.format_exc()}
