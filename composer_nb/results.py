@@ -25,7 +25,7 @@ from typing import Any, Literal
 from .files import write_text
 
 Verdict = Literal["keep", "kill", "open"]
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "composer_nb")
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "composer-notebooks")
 UNKNOWN = "unknown"
 FIGURES_MIME = "application/vnd.composer-nb.metrics+json"
 
@@ -95,7 +95,7 @@ class Identity:
         "True inside a checkout."
         return self.commit != UNKNOWN
 
-
+# %% ../nbs/training/06_results.ipynb #2ee5b4d0
 ROLES = {"spike.ipynb": "notebook", "plan.md": "plan"}
 
 
@@ -261,7 +261,7 @@ def write_metrics(
     shutil.rmtree(path.with_name("checkpoints"), ignore_errors=True)
     return path
 
-
+# %% ../nbs/training/06_results.ipynb #563bf46b
 def read_metrics(folder: str | os.PathLike[str]) -> dict[str, Any]:
     "The content of `folder/metrics.json`. Raises FileNotFoundError that says how to make one."
     path = Path(folder) / "metrics.json"

@@ -77,12 +77,16 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def bound_names(tree: ast.AST) -> set[str]:
-    """Names that a cell binds at its top level."""
+    """Names that a cell binds, at its top level or within."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, (Function, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)

@@ -285,7 +285,7 @@ def test_records_hold_what_arrow_keeps():
 
 def test_without_data_juicer(monkeypatch):
     monkeypatch.setitem(sys.modules, "data_juicer", None)
-    with pytest.raises(ImportError, match=r'pip install "composer_nb\[replay\]"'):
+    with pytest.raises(ImportError, match=r'pip install "composer-notebooks\[normalize\]"'):
         DJNormalizer().normalize([])
     teacher = Scripted("A", Action("x"))
     with pytest.raises(ImportError, match="data_juicer"):

@@ -143,8 +143,7 @@ class Meeting:
         rank, mine = self.owner.rank, {"form": self.form, "incarnation": self.owner.incarnation}
         data = json.dumps({**mine, **content}).encode()
         if not self.patiently(lambda: self.rounds.put_offer(self.number, rank, data)):
-            said = f"{self}: another process has offered as rank {rank}"
-            raise RuntimeError(f"{said}; give each replica its own rank")
+            raise RuntimeError(f"{self}: another process has offered as rank {rank}; give each replica its own rank")
 
     def wait(self) -> RoundRecord:
         "The record, as soon as there is one."
@@ -316,10 +315,10 @@ def raise_if_refused(meeting: Meeting, record: RoundRecord) -> None:
     if not record.missing:
         raise ValueError(f"{meeting}: {'; '.join(said)}")
     missing = ", ".join(map(str, record.missing))
-    late = f"no offer from rank {missing} within {record.waited_s:.1f} s (rank {record.closer} waited; {least} needed)"
-    what = (
-        f"{meeting}: {'; '.join([late, *said])}; start what is missing again, or let min_ranks go on without"
-    )
+    needed = f"(rank {record.closer} waited; {least} needed)"
+    late = f"no offer from rank {missing} within {record.waited_s:.1f} s {needed}"
+    remedy = "start what is missing again, or let min_ranks go on without"
+    what = f"{meeting}: {'; '.join([late, *said])}; {remedy}"
     raise RoundGivenUp(what, record.missing)
 
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #f6f3d3fb
@@ -488,7 +487,8 @@ def take_rank(owner: ObjectStoreAllReduce) -> Bucket:
             bucket = owner.uri if isinstance(owner.uri, Bucket) else open_bucket(owner.uri, **options)
             key, mark = f"{owner.folder}/ranks/{owner.rank:05d}", owner.incarnation.encode()
             if not bucket.put_if_absent(key, mark) and bucket.get(key) != mark:
-                said = f"rank {owner.rank} is taken in run {owner.round_id!r}: by another process, or by an earlier run"
+                taken = f"rank {owner.rank} is taken in run {owner.round_id!r}"
+                said = f"{taken}: by another process, or by an earlier run"
                 raise RuntimeError(f"{said}; give every replica its own rank and every run its own round_id")
             owner.bucket = bucket
         return owner.bucket

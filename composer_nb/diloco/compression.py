@@ -115,7 +115,7 @@ def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        remedy = "pip install 'composer_nb[diloco]', or choose codec 'zlib' on every replica"
+        remedy = "pip install 'composer-notebooks[diloco]', or choose codec 'zlib' on every replica"
         raise ImportError(f"codec 'zstd' needs zstandard: {remedy}") from error
     return zstandard
 

@@ -267,7 +267,7 @@ class ObjectStoreManager(Batching):
         for batch in self._unfinished if wait else ():
             batch.thread.join()
 
-
+# %% ../../nbs/scaling_out/30_manager.ipynb #5aecdc9f
 MockManager = ObjectStoreManager
 
 # %% ../../nbs/scaling_out/30_manager.ipynb #4f574f69

@@ -37,7 +37,7 @@ def _scanner() -> Any:
     try:
         from kingfisher_sdk import Rules, Scanner
     except ImportError as error:
-        remedy = 'pip install "composer_nb[replay]"'
+        remedy = 'pip install "composer-notebooks[replay]"'
         raise ImportError(f"redaction finds secrets with Kingfisher: {remedy}") from error
     return Scanner(rules=Rules(confidence="low", cache=False))
 
