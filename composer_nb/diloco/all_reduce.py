@@ -141,9 +141,10 @@ class Meeting:
 
     def put_offer(self, content: Mapping[str, Any]) -> None:
         rank, mine = self.owner.rank, {"form": self.form, "incarnation": self.owner.incarnation}
-        data = json.dumps({**mine, **content}).encode()
+        data = json.dumps(mine | dict(content)).encode()
         if not self.patiently(lambda: self.rounds.put_offer(self.number, rank, data)):
-            raise RuntimeError(f"{self}: another process has offered as rank {rank}; give each replica its own rank")
+            remedy = "give each replica its own rank"
+            raise RuntimeError(f"{self}: another process has offered as rank {rank}; {remedy}")
 
     def wait(self) -> RoundRecord:
         "The record, as soon as there is one."
@@ -172,11 +173,7 @@ def offer_tensors(meeting: Meeting, tensors: Mapping[str, Tensor]) -> None:
     owner = meeting.owner
     try:
         payload, meta = _encode(tensors, meeting.form["quantize"])
-        note = {
-            "round": str(meeting),
-            "rank": str(owner.rank),
-            "incarnation": owner.incarnation,
-        }  # this round's own
+        note = {"round": str(meeting), "rank": str(owner.rank), "incarnation": owner.incarnation}
         ref = meeting.patiently(lambda: write_payload(meeting.bucket, payload, note))
     except ValueError as error:
         meeting.put_offer({"why": str(error)})
@@ -212,7 +209,7 @@ def is_due(meeting: Meeting, present: int) -> bool:
 def close_meeting(meeting: Meeting, ranks: Iterable[int]) -> RoundRecord | None:
     """Read and check what is there, then decide, unless somebody else has. None: not enough is sound, more
     may come."""
-    owner, rounds, number = meeting.owner, meeting.rounds, meeting.number
+    owner = meeting.owner
     offers = {rank: read_offer(meeting, rank) for rank in sorted(ranks)}
     readable = {rank: offer["form"] for rank, offer in offers.items() if offer["form"]}
     form, leader = common_form(readable) if readable else (meeting.form, owner.rank)
@@ -243,9 +240,8 @@ def put_record(meeting: Meeting, record: RoundRecord) -> RoundRecord:
     if not rounds.put_record(number, record.to_bytes()):
         return RoundRecord.from_bytes(meeting.bucket.get(rounds.record_key(number)))
     if any(other >= rounds.prefix(number + 2) for other in meeting.bucket.list(rounds.folder + "/")):
-        meeting.bucket.delete(
-            rounds.record_key(number)
-        )  # this replica slept: decided, and swept, in the meantime
+        # This replica slept: decided, and swept, in the meantime.
+        meeting.bucket.delete(rounds.record_key(number))
         raise left_behind(meeting)
     return record
 

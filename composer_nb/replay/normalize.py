@@ -313,7 +313,8 @@ class DJNormalizer:
         missing = [name for name in ("data_juicer", "aiohttp") if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(
-                f'normalizing pairs needs {", ".join(missing)}: run pip install "composer-notebooks[normalize]"'
+                f"normalizing pairs needs {', '.join(missing)}: "
+                'run pip install "composer-notebooks[normalize]"'
             )
 
     def normalize(self, pairs: Iterable[DPOPair]) -> list[NormalizedDPOPair]:
