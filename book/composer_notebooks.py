@@ -13,6 +13,7 @@ REMOVED = {"hide", "default_exp", "default_cls_lvl"}
 HELD_BACK = {"eval", "gpu", "slow"}
 TAGS = {"hide_input": "remove-input", "hide_output": "remove-output"}
 WIDGET = "application/vnd.jupyter.widget-view+json"
+FOR_MACHINES = "application/vnd.composer-nb.metrics+json"  # a run's figures, for the checks; readers have the text
 IMAGES = ("image/png", "image/svg+xml", "image/jpeg")
 AXIS_TEXT = re.compile(
     r"""\b(?:set_)?(title|xlabel|ylabel)(?:=|\()\s*f?(?P<quote>["'])(?P<text>.+?)(?P=quote)"""
@@ -49,6 +50,7 @@ def cell_tags(directives: dict[str, str], source: str) -> set[str]:
 def keep_output(output: dict) -> bool:
     """False for show_doc markdown (its leading `---` crashes docutils) and for live widgets."""
     data = output.get("data", {})
+    data.pop(FOR_MACHINES, None)
     markdown = "".join(data.get("text/markdown", ""))
     return WIDGET not in data and not markdown.lstrip().startswith("---")
 
