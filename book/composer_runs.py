@@ -17,6 +17,8 @@ from docutils import nodes
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+from composer_nb.results import run_state
+
 logger = logging.getLogger(__name__)
 SPIKE_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/(?P<page>[^/]+)$")
 RUN_PAGE = re.compile(r"^spikes/(?P<spike>[^/]+)/runs/(?P<run>[^/]+)/spike$")
@@ -255,6 +257,9 @@ def card_rows(run: Run) -> str:
     """The lines of a run's card; provenance and the like only where the run has them."""
     rows = [(name, run.card.get(name)) for name in CARD]
     rows += [(name, run.facts[name]) for name in MORE if run.facts.get(name)]
+    state = run_state(run.folder)
+    since = [line for line in state.lines if not line.startswith("Provenance")]
+    rows += [("state", "; ".join([state.state, *since]))]
     return "\n".join(f"| {name} | {show(value)} |" for name, value in rows)
 
 
