@@ -127,6 +127,11 @@ def frame(notebook: nbformat.NotebookNode, page: str, shelf: Shelf) -> None:
     add_launch_cell(notebook, shelf.root / f"{page}.ipynb", shelf.root)
 
 
+def sources(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
+    """What the cells hold, without what running them leaves behind."""
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
 def stale(root: Path, write: bool) -> list[str]:
     """Chapters whose frame differs from what it should be; with `write` they are brought up to date."""
     shelf, found = Shelf(root), []
@@ -135,9 +140,9 @@ def stale(root: Path, write: bool) -> list[str]:
             continue
         path = root / f"{page}.ipynb"
         notebook = nbformat.read(path, as_version=4)
-        before = nbformat.writes(notebook)
+        before = sources(notebook)
         frame(notebook, page, shelf)
-        if nbformat.writes(notebook) != before:
+        if sources(notebook) != before:
             found.append(page)
             if write:
                 nbformat.write(notebook, path)

@@ -668,7 +668,7 @@ def test_what_cannot_be_read_is_refused(value):
 
 def test_a_missing_scanner_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "kingfisher_sdk", None)
-    with pytest.raises(ImportError, match=r"composer_nb\[replay\]"):
+    with pytest.raises(ImportError, match=r"composer-notebooks\[replay\]"):
         detectors._scanner.__wrapped__()
 
 
