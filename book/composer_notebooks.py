@@ -13,7 +13,8 @@ REMOVED = {"hide", "default_exp", "default_cls_lvl"}
 HELD_BACK = {"eval", "gpu", "slow"}
 TAGS = {"hide_input": "remove-input", "hide_output": "remove-output"}
 WIDGET = "application/vnd.jupyter.widget-view+json"
-FOR_MACHINES = "application/vnd.composer-nb.metrics+json"  # a run's figures, for the checks; readers have the text
+# A run's figures, for the checks; readers have the text.
+FOR_MACHINES = "application/vnd.composer-nb.metrics+json"
 IMAGES = ("image/png", "image/svg+xml", "image/jpeg")
 AXIS_TEXT = re.compile(
     r"""\b(?:set_)?(title|xlabel|ylabel)(?:=|\()\s*f?(?P<quote>["'])(?P<text>.+?)(?P=quote)"""

@@ -54,8 +54,7 @@ def run_folders(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("spikes/*/runs/*") if p.is_dir() and p.name[0] not in "._")
 
 
-# --- against history
-# ----------------------------------------------------------------------------------------------
+# --- against history -------------------------------------------------------------------------------
 
 
 class History:
@@ -186,8 +185,7 @@ def comparable(name: str, data: bytes) -> Any:
     return {key: value for key, value in json.loads(data).items() if key != "provenance"}
 
 
-# --- against the files themselves
-# ---------------------------------------------------------------------------------
+# --- against the files themselves ------------------------------------------------------------------
 
 
 def shown_figures(notebook: Path) -> list[dict[str, Any]]:
@@ -246,8 +244,7 @@ def lost_runs(root: Path, history: History) -> list[str]:
     ]
 
 
-# --- tables that copy figures
-# -------------------------------------------------------------------------------------
+# --- tables that copy figures ----------------------------------------------------------------------
 
 
 def names_in(source: str) -> tuple[set[str], set[str]]:

@@ -5,17 +5,23 @@ Runs inside Colab's or Kaggle's live kernel, before anything is installed, so it
 and pip.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 BOOK = Path(__file__).resolve().parents[1]
 PACKAGE, DISTRIBUTION, NAMESAKE = "composer_nb", "composer-notebooks", "composer-nb"
 OLDEST_PYTHON, OLDEST_SETUPTOOLS = (3, 11), 77
-OFFLINE = "switch on the internet (Kaggle: Settings > Internet), or attach the folder that `composer-nb wheelhouse` writes"
+OFFLINE = (
+    "switch on the internet (Kaggle: Settings > Internet), or attach the folder that `composer-nb wheelhouse` "
+    "writes"
+)
 UNREACHABLE = (
     "Failed to establish",
     "NameResolution",
@@ -93,6 +99,28 @@ def installed(list_of_pins: Path) -> bool:
     return True
 
 
+def receipt() -> Path:
+    """Where this kernel's environment keeps which archive was installed, with which extras."""
+    return Path(sysconfig.get_path("purelib")) / f"{DISTRIBUTION}.installed.json"
+
+
+def digest() -> str:
+    """SHA-256 of what would be installed: the package and its metadata."""
+    content = hashlib.sha256((BOOK / "pyproject.toml").read_bytes())
+    for path in sorted((BOOK / PACKAGE).rglob("*.*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            content.update(path.relative_to(BOOK).as_posix().encode() + path.read_bytes())
+    return content.hexdigest()
+
+
+def already(extras: set[str]) -> bool:
+    """Whether this very archive is installed with these extras, so that a second page need not wait for pip."""
+    if not receipt().is_file() or not any(importlib.metadata.distributions(name=DISTRIBUTION)):
+        return False
+    kept = json.loads(receipt().read_text(encoding="utf-8"))
+    return kept["digest"] == digest() and extras <= set(kept["extras"])
+
+
 def forget() -> None:
     """Drop an older copy of the package from this kernel, so that the next import finds the installed one."""
     for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
@@ -104,6 +132,11 @@ def install(folder: str, extras: str) -> None:
     """Install the package with `extras` and the data wheels, and change into `folder` of the archive."""
     refuse_what_cannot_work()
     house, needs = wheelhouse(), f"[{extras}]" if extras else ""
+    wanted = set(filter(None, extras.split(",")))
+    if already(wanted):
+        os.chdir(BOOK / folder)
+        print(f"Ready, in {folder}: {DISTRIBUTION}{needs} of this archive is installed.")
+        return
     print(
         f"Installing {DISTRIBUTION}{needs} from {house or BOOK.name}; this takes up to a minute or two.",
         flush=True,
@@ -117,6 +150,7 @@ def install(folder: str, extras: str) -> None:
     data = BOOK / "requirements-data.txt"
     if not installed(data):
         pip(*options, "--no-deps", "-r", str(data))
+    receipt().write_text(json.dumps({"digest": digest(), "extras": sorted(wanted)}), encoding="utf-8")
     forget()
     os.chdir(BOOK / folder)
     print(f"Ready, in {folder}.")

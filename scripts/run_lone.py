@@ -104,8 +104,7 @@ def prepare(page: str, root: Path) -> Job:
     return Job(page, notebook, needs)
 
 
-# --- environments
-# -----------------------------------------------------------------------------------------------------
+# --- environments ----------------------------------------------------------------------------------
 
 
 def closure(names: Sequence[str]) -> Iterator[importlib.metadata.Distribution]:
@@ -201,8 +200,7 @@ class Environments:
         return self.made[name]
 
 
-# --- running
-# ----------------------------------------------------------------------------------------------------------
+# --- running ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,7 @@ class SpikeError(Exception):
     """Anything a user can put right; shown without a traceback."""
 
 
-# --- parameters
-# ---------------------------------------------------------------------------------------------------
+# --- parameters ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -284,8 +283,7 @@ def refuse_missing_device(known: Mapping[str, Parameter], parameters: Mapping[st
         raise SpikeError(f"device={device!r}: {have} here; use -p device=cpu, or a machine with a GPU")
 
 
-# --- what a run leaves behind
-# -------------------------------------------------------------------------------------
+# --- what a run leaves behind ----------------------------------------------------------------------
 
 
 def machine_paths(root: Path = ROOT) -> list[tuple[re.Pattern[str], str]]:
@@ -454,8 +452,7 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     return "\n".join([head, *body, f"  verdict: {metrics['verdict']} · {metrics['wall_s']:.1f} s"])
 
 
-# --- running
-# ------------------------------------------------------------------------------------------------------
+# --- running ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -725,8 +722,7 @@ def run_jobs(jobs: Sequence[Job], *, root: Path = ROOT, **options: Any) -> list[
     return failures
 
 
-# --- what was asked
-# -----------------------------------------------------------------------------------------------
+# --- what was asked --------------------------------------------------------------------------------
 
 
 def parse_assignment(text: str) -> tuple[str, str]:

@@ -42,8 +42,7 @@ class Batch:
         return rlsd_advantages(given_, self.teacher, self.old, self.mask, **knobs)
 
 
-# --- RLSD: the size, never the direction
-# --------------------------------------------------------------------------
+# --- RLSD: the size, never the direction -----------------------------------------------------------
 
 
 @relaxed
@@ -210,8 +209,7 @@ def test_shapes_that_do_not_fit_are_refused():
         sdar_gate(batch.old[:, :3], batch.teacher)
 
 
-# --- the schedule
-# ---------------------------------------------------------------------------------------------------
+# --- the schedule ----------------------------------------------------------------------------------
 
 
 @relaxed
@@ -230,8 +228,7 @@ def test_no_decay_and_negative_counts():
             rlsd_mix(step, decay_steps=steps)
 
 
-# --- SDAR's gate
-# ----------------------------------------------------------------------------------------------------
+# --- SDAR's gate -----------------------------------------------------------------------------------
 
 
 @relaxed
@@ -281,8 +278,7 @@ def test_a_gated_divergence_is_the_weighted_sum_and_ignores_padding(seed, beta, 
     torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)
 
 
-# --- SC-SDPO's weight
-# -----------------------------------------------------------------------------------------------
+# --- SC-SDPO's weight ------------------------------------------------------------------------------
 
 
 @relaxed

@@ -32,8 +32,7 @@ CALL = '{"name": "search", "arguments": {"query": "class Parser"}}'
 LEAK = "There is no tool grep_search here, so: " + CALL
 
 
-# --- hint leak
-# ------------------------------------------------------------------------------------------------------
+# --- hint leak -------------------------------------------------------------------------------------
 
 
 def test_leaks_are_counted_by_hand():
@@ -121,8 +120,7 @@ def test_columns_that_do_not_fit_are_refused():
             call()
 
 
-# --- hesitation
-# -----------------------------------------------------------------------------------------------------
+# --- hesitation ------------------------------------------------------------------------------------
 
 
 def test_hesitation_is_counted_per_hundred_words():
@@ -163,8 +161,7 @@ def test_own_words_and_empty_texts():
             hesitation_rate(["wait"], wrong)
 
 
-# --- gradients
-# ------------------------------------------------------------------------------------------------------
+# --- gradients -------------------------------------------------------------------------------------
 
 
 def gradients(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -240,8 +237,7 @@ def test_mixed_precisions_and_leaves_that_require_grad():
     assert gradient_cosine(a, [torch.tensor([2.0, -1.0], dtype=torch.float64)]) == 0.0
 
 
-# --- shares and lengths
-# ---------------------------------------------------------------------------------------------
+# --- shares and lengths ----------------------------------------------------------------------------
 
 
 def test_shares():
@@ -270,8 +266,7 @@ def test_lengths_of_nothing():
         length_stats(torch.ones(4))
 
 
-# --- warnings
-# -------------------------------------------------------------------------------------------------------
+# --- warnings --------------------------------------------------------------------------------------
 
 FALLING = ("entropy", "completion_length", "hesitation_rate")
 

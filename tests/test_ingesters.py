@@ -124,8 +124,7 @@ def compare(states, turns) -> None:
     assert not expected
 
 
-# --- the context
-# ------------------------------------------------------------------------------------------------
+# --- the context -----------------------------------------------------------------------------------
 
 
 def test_prefix_reads_like_a_list_and_stays_as_it_is():
@@ -174,8 +173,7 @@ def test_holding_every_state_of_a_session_costs_memory_like_the_file_not_like_it
     assert len(states) == 1501 and held < 4 * path.stat().st_size and held < copied
 
 
-# --- Claude Code
-# ------------------------------------------------------------------------------------------------
+# --- Claude Code -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", sessions.VERSIONS)
@@ -542,8 +540,7 @@ def test_only_the_latest_conversations_stay_open(tmp_path):
         ClaudeCodeIngester(live_conversations=0)
 
 
-# --- broken lines
-# -----------------------------------------------------------------------------------------------
+# --- broken lines ----------------------------------------------------------------------------------
 
 
 def test_crashes_of_the_writer_cost_no_whole_record(tmp_path, parser):
@@ -904,8 +901,7 @@ def test_the_report_counts_all_problems_and_keeps_the_first(tmp_path):
     assert "3000 bad lines" in str(ingester.report) and "s.jsonl:1: not JSON" in str(ingester.report)
 
 
-# --- memory and speed
-# -------------------------------------------------------------------------------------------
+# --- memory and speed ------------------------------------------------------------------------------
 
 
 def peak(path: Path, make) -> tuple[int, int]:
@@ -993,8 +989,7 @@ def test_reading_keeps_up_with_the_parser(tmp_path, parser):
     assert whole >= min(50, alone / 4), (whole, alone)
 
 
-# --- ATIF
-# -------------------------------------------------------------------------------------------------------
+# --- ATIF ------------------------------------------------------------------------------------------
 
 
 def trajectory(steps: list[dict], **more) -> dict:
@@ -1099,8 +1094,7 @@ def test_a_bad_step_costs_itself_and_sub_agents_are_kept_on_request(tmp_path):
     ) == 2
 
 
-# --- chat
-# -------------------------------------------------------------------------------------------------------
+# --- chat ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("logged", [False, True])
@@ -1188,8 +1182,7 @@ def test_thoughts_are_in_no_context(tmp_path):
     assert [s.student_action.text for s in states] == ["said"] * 5 + ["in code: <think>x</think>"]
 
 
-# --- one door for all
-# ------------------------------------------------------------------------------------------
+# --- one door for all ------------------------------------------------------------------------------
 
 
 def test_a_folder_of_all_formats(tmp_path):

@@ -44,8 +44,7 @@ def ask(ledger: Ledger, i: int, *, reserved: float = 0.02, cost: float | None = 
     ledger.reply_sync(answer(request, cost), ledger.request_sync(request, reserved, f"s/{i}"))
 
 
-# --- budget
-# -------------------------------------------------------------------------------------------------------
+# --- budget ----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=25)
@@ -109,8 +108,7 @@ def test_amounts_are_finite_and_not_negative(amount: float) -> None:
         Budget(1.0).settle(0.1, 0.1)
 
 
-# --- lines
-# --------------------------------------------------------------------------------------------------------
+# --- lines -----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -137,8 +135,7 @@ def test_replies_survive_what_models_write(path: Path) -> None:
         assert ledger.known(request.key).action == nasty
 
 
-# --- books
-# --------------------------------------------------------------------------------------------------------
+# --- books -----------------------------------------------------------------------------------------
 
 
 def test_what_counts_as_spent(path: Path) -> None:
@@ -213,8 +210,7 @@ def test_memory_ledger_counts_too() -> None:
         ask(ledger, 1)
 
 
-# --- when it is on disk
-# -------------------------------------------------------------------------------------------
+# --- when it is on disk ----------------------------------------------------------------------------
 
 
 def test_back_only_after_write_and_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,8 +330,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         Ledger(tmp_path / "file" / "replay.jsonl")
 
 
-# --- cut, damaged, foreign
-# ----------------------------------------------------------------------------------------
+# --- cut, damaged, foreign -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -418,8 +413,7 @@ def test_a_foreign_file_is_left_alone(content: bytes, path: Path) -> None:
     assert path.read_bytes() == content
 
 
-# --- one writer, many readers
-# -------------------------------------------------------------------------------------
+# --- one writer, many readers ----------------------------------------------------------------------
 
 HOLD = """
     import sys, time

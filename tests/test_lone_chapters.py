@@ -83,8 +83,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> run_lone.Sources:
     )
 
 
-# --- pages that run
-# ---------------------------------------------------------------------------------------------------
+# --- pages that run --------------------------------------------------------------------------------
 
 
 def test_before_the_launch_cell_nothing_of_the_project_is_there(environments: run_lone.Environments) -> None:
@@ -130,8 +129,7 @@ def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> N
         os.kill(int(pid.read_text()), 0)
 
 
-# --- what goes wrong is one line that names the remedy
-# -----------------------------------------------------------------
+# --- what goes wrong is one line that names the remedy ---------------------------------------------
 
 
 def test_a_missing_archive_names_the_remedy(environments, tmp_path: Path) -> None:
@@ -235,8 +233,7 @@ def test_elsewhere_the_launch_cell_does_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# --- offline
-# ------------------------------------------------------------------------------------------------------------
+# --- offline ---------------------------------------------------------------------------------------
 
 
 def without_network() -> list[str]:
@@ -276,8 +273,7 @@ sys.exit(result.reason or 0)
     assert done.returncode == 0, done.stderr
 
 
-# --- the template
-# -------------------------------------------------------------------------------------------------------
+# --- the template ----------------------------------------------------------------------------------
 
 
 def test_extras_follow_from_imports() -> None:

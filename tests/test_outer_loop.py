@@ -40,8 +40,7 @@ from composer_nb.self_teacher import SelfTeacher
 LEASE = 1.0
 
 
-# --- help
-# ------------------------------------------------------------------------------------------------------------
+# --- help ------------------------------------------------------------------------------------------
 
 
 def digest(tensors: dict) -> str:
@@ -89,8 +88,7 @@ def inner_step(params: dict, step: int, rank: int) -> None:
         value.sub_((0.05 * value + 0.02 * torch.randn(value.shape, generator=generator)).to(value.dtype))
 
 
-# --- lock-step is DiLoCo as published
-# ------------------------------------------------------------------------------------
+# --- lock-step is DiLoCo as published --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_fragments", [1, 2])
@@ -208,8 +206,7 @@ def test_overwrite_and_mixing(tmp_path):
         replica.leave()
 
 
-# --- late walks
-# --------------------------------------------------------------------------------------------------------------
+# --- late walks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", ["carry", "weight", "refuse"])
@@ -339,8 +336,7 @@ def test_fragments_have_the_right_base():
                 assert last_round_of(fragment, round, n) == past[-1]
 
 
-# --- errors come out
-# -----------------------------------------------------------------------------------------------------------
+# --- errors come out -------------------------------------------------------------------------------
 
 
 class _Refusing:
@@ -511,8 +507,7 @@ def test_blocking_names_who_lives_when_a_round_does_not_close(tmp_path):
         replica.leave()
 
 
-# --- real processes
-# ------------------------------------------------------------------------------------------------------------
+# --- real processes --------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["composer_nb.diloco.outer_loop", "transformers", "pytest"])
@@ -658,8 +653,7 @@ def test_a_killed_replica_stalls_nobody_and_comes_back(tmp_path, processes):
     )
 
 
-# --- in a Trainer
-# ----------------------------------------------------------------------------------------------------------------
+# --- in a Trainer ----------------------------------------------------------------------------------
 
 
 class Tiny(nn.Module):
@@ -863,8 +857,7 @@ def test_what_was_in_the_checkpoint_and_then_in_a_round_is_not_sent_again(tmp_pa
     peer.leave()
 
 
-# --- the rest
-# -----------------------------------------------------------------------------------------------------------------
+# --- the rest --------------------------------------------------------------------------------------
 
 
 def test_an_averaged_teacher_begins_anew_after_a_rejoin():

@@ -214,8 +214,7 @@ def test_right_installs_are_left_alone() -> None:
         assert not WRONG_INSTALL.search(line)
 
 
-# --- what an import brings
-# -------------------------------------------------------------------------------------------
+# --- what an import brings -------------------------------------------------------------------------
 
 FORBID = """
 import sys
@@ -292,8 +291,7 @@ def test_no_module_imports_what_only_extras_have() -> None:
     assert not found
 
 
-# --- the package's own names
-# -----------------------------------------------------------------------------------------
+# --- the package's own names -----------------------------------------------------------------------
 
 
 def test_every_public_name_is_where_the_table_says() -> None:
@@ -326,8 +324,7 @@ def test_a_planned_name_says_where_it_will_be() -> None:
         composer_nb.no_such_name  # noqa: B018
 
 
-# --- release and containers
-# ------------------------------------------------------------------------------------------
+# --- release and containers ------------------------------------------------------------------------
 
 
 def make_targets() -> set[str]:

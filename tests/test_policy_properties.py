@@ -74,8 +74,7 @@ def losses_of(batch: Batch) -> dict[str, Callable[[Tensor], Tensor]]:
 NAMES = (*KINDS, "dppo", "reference_kl")
 
 
-# --- advantages
-# --------------------------------------------------------------------------------------------------
+# --- advantages ------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -117,8 +116,7 @@ def test_sixteen_bit_and_integer_rewards_are_widened() -> None:
         assert group_advantages(torch.tensor([1, 0]).to(dtype), 2).dtype is torch.float32
 
 
-# --- losses
-# ------------------------------------------------------------------------------------------------------
+# --- losses ----------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -294,8 +292,7 @@ def test_sixteen_bit_inputs_are_widened() -> None:
     torch.testing.assert_close(policy_loss(*halves, batch.mask).loss, wide, rtol=0, atol=0)
 
 
-# --- KL
-# ----------------------------------------------------------------------------------------------------------
+# --- KL --------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -322,8 +319,7 @@ def test_kl_coefficient_adds_its_mean(kind: str) -> None:
     torch.testing.assert_close(leashed - plain, 0.5 * mean, rtol=1e-10, atol=1e-12)
 
 
-# --- DPPO
-# --------------------------------------------------------------------------------------------------------
+# --- DPPO ------------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -351,8 +347,7 @@ def test_dropped_tokens_are_still_pulled_back() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, new)[0], (new - old).detach())
 
 
-# --- length penalty
-# ----------------------------------------------------------------------------------------------
+# --- length penalty --------------------------------------------------------------------------------
 
 
 @relaxed
@@ -374,8 +369,7 @@ def test_length_penalty_is_continuous_at_one(gap: float, sign: int, dtype: torch
     torch.testing.assert_close(near, limit, rtol=8 * gap + 8 * torch.finfo(dtype).eps, atol=0)
 
 
-# --- errors
-# ------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------
 
 B = Batch(0)
 

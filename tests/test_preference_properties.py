@@ -37,8 +37,7 @@ def simpo_at(margin: Tensor, **knobs: object) -> Tensor:
     return simpo_loss(margin, torch.zeros_like(margin), **knobs).losses
 
 
-# --- one number per reply
-# ----------------------------------------------------------------------------------------
+# --- one number per reply --------------------------------------------------------------------------
 
 
 @relaxed
@@ -64,8 +63,7 @@ def test_the_average_ignores_repetition_and_the_sum_counts_it(seed: int, times: 
     torch.testing.assert_close(total, times * sequence_logprobs(logps, ones))
 
 
-# --- losses
-# ------------------------------------------------------------------------------------------------------
+# --- losses ----------------------------------------------------------------------------------------
 
 
 @relaxed
@@ -195,8 +193,7 @@ def test_huge_margins_stay_finite() -> None:
     assert torch.isfinite(losses).all() and torch.isfinite(torch.autograd.grad(losses.sum(), far)[0]).all()
 
 
-# --- over the pairs
-# ----------------------------------------------------------------------------------------------
+# --- over the pairs --------------------------------------------------------------------------------
 
 
 @relaxed
@@ -220,8 +217,7 @@ def test_no_pairs_is_zero_with_zero_gradient(pairs: int) -> None:
     assert reduced.item() == 0 and torch.equal(losses.grad, torch.zeros(pairs))
 
 
-# --- errors
-# ------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------
 
 P = doubles(-1.0, -2.0)
 

@@ -65,8 +65,7 @@ def everything(state: TraceState) -> str:
     return json.dumps(state_record(state), ensure_ascii=False)
 
 
-# --- secrets
-# ------------------------------------------------------------------------------------------------------
+# --- secrets ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", EVERYTHING)
@@ -277,8 +276,7 @@ def test_a_truncated_private_key_goes_as_far_as_it_looks_like_one():
     assert Redactor().text("x " + "\\n".join(pem) + " y") == "x <SECRET_1> y"
 
 
-# --- people and places
-# --------------------------------------------------------------------------------------------
+# --- people and places -----------------------------------------------------------------------------
 
 
 def test_the_user_name_is_replaced_where_it_recurs():
@@ -392,8 +390,7 @@ def test_ones_own_detector():
     ) == "see <SECRET_1>, <SECRET_2>" and redactor.report.counts == {"ticket": 2}
 
 
-# --- what stays
-# ---------------------------------------------------------------------------------------------------
+# --- what stays ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -501,8 +498,7 @@ def test_what_was_given_is_not_changed():
     assert state == before
 
 
-# --- coherence
-# ----------------------------------------------------------------------------------------------------
+# --- coherence -------------------------------------------------------------------------------------
 
 
 def test_the_same_secret_has_the_same_placeholder_in_all_states():
@@ -647,8 +643,7 @@ def test_json_keeps_its_numbers_and_spaces():
     assert Redactor().text(text) == text.replace("ada@example.org", "<EMAIL_1>")
 
 
-# --- the gate, faults, speed
-# --------------------------------------------------------------------------------------
+# --- the gate, faults, speed -----------------------------------------------------------------------
 
 
 def test_the_gate_takes_states_values_and_streams_and_the_settings_of_a_redactor():

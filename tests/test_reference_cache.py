@@ -91,8 +91,7 @@ def one_by_one(model: nn.Module, pairs: list[DPOPair]) -> torch.Tensor:
     )
 
 
-# --- scoring
-# -----------------------------------------------------------------------------------------------------
+# --- scoring ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -199,8 +198,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert values(done).isfinite().all()
 
 
-# --- another reference
-# -------------------------------------------------------------------------------------------
+# --- another reference -----------------------------------------------------------------------------
 
 
 def known(model: nn.Module, folder: Path) -> bool:
@@ -240,8 +238,7 @@ def test_adapters_switched_off_are_another_reference(tmp_path: Path) -> None:
     assert known(model, tmp_path)
 
 
-# --- interruptions
-# -----------------------------------------------------------------------------------------------
+# --- interruptions ---------------------------------------------------------------------------------
 
 
 def test_an_interrupted_run_resumes_with_the_rest(tmp_path: Path) -> None:
@@ -307,8 +304,7 @@ def test_what_is_on_disk_stays(tmp_path: Path) -> None:
     assert second.get([key]) == ReferenceCache(tmp_path).get([key]) == [-1.0]
 
 
-# --- files
-# -------------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------
 
 KEYS = [ReferenceCache.key("m", [1], [i]) for i in range(3)]
 
@@ -419,8 +415,7 @@ def test_a_flush_that_fails_leaves_the_old_file_and_no_litter(file: Path, monkey
     assert ReferenceCache(file.parent).get([ReferenceCache.key("m", [9], [9])]) == [-9.0]
 
 
-# --- keys
-# --------------------------------------------------------------------------------------------------------
+# --- keys ------------------------------------------------------------------------------------------
 
 
 def test_where_the_prompt_ends_is_part_of_the_key() -> None:

@@ -48,8 +48,7 @@ CONTEXT.set_forkserver_preload(
 EVERY = 4
 
 
-# --- help
-# ------------------------------------------------------------------------------------------------------------
+# --- help ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,8 +177,7 @@ def formula(steps: int, ranks: int, n_fragments: int) -> dict[tuple[int, int], d
     return seen
 
 
-# --- the same numbers
-# ----------------------------------------------------------------------------------------------------
+# --- the same numbers ------------------------------------------------------------------------------
 
 
 def run_both(
@@ -247,8 +245,7 @@ def test_three_replicas_agree_to_the_bit_and_with_the_bucket_to_rounding(tmp_pat
             )
 
 
-# --- dying and coming back
-# ---------------------------------------------------------------------------------------------------
+# --- dying and coming back -------------------------------------------------------------------------
 
 
 def test_a_killed_replica_is_left_out_and_a_new_one_takes_the_others_values(tmp_path, light, processes):
@@ -428,8 +425,7 @@ def test_who_leaves_does_not_stop_the_other(light):
     assert len(alive) == 5 and alive[-1] == 1
 
 
-# --- the lighthouse itself
-# ---------------------------------------------------------------------------------------------------
+# --- the lighthouse itself -------------------------------------------------------------------------
 
 
 def test_a_lighthouse_that_was_restarted_is_found_again(light):
@@ -578,8 +574,7 @@ def test_a_peers_state_is_read_without_running_it(tmp_path, monkeypatch):
     assert not (tmp_path / "surprised").exists()
 
 
-# --- in a Trainer
-# ------------------------------------------------------------------------------------------------------------
+# --- in a Trainer ----------------------------------------------------------------------------------
 
 
 class Model(nn.Sequential):

@@ -147,8 +147,7 @@ def test_a_store_that_is_away_stops_all_and_takes_nothing_with_it(rows, fault):
     assert row.told >= row.before >= 1 and row.after >= row.told + 2 and row.lost == 0, row
 
 
-# --- the drills themselves
-# ---------------------------------------------------------------------------------------
+# --- the drills themselves -------------------------------------------------------------------------
 
 
 def test_a_healthy_replica_that_ends_is_noticed(tmp_path):
@@ -195,7 +194,7 @@ def test_replicas_that_differ_do_not_agree():
 def test_a_shifted_clock_moves_the_time_of_day_only():
     code = """
 import time
-from composer_nb.drills.wrong_setups import shift_clock
+from composer_nb.drills.replicas import shift_clock
 from botocore.compat import get_current_datetime
 before = time.time(), time.monotonic(), get_current_datetime().timestamp()
 shift_clock(600.0)
@@ -206,8 +205,7 @@ print(time.time() - before[0], time.monotonic() - before[1], get_current_datetim
     assert 600 <= day < 660 and 600 <= signing < 660 and monotonic < 60
 
 
-# --- the rendezvous, without processes
-# -----------------------------------------------------------------------------
+# --- the rendezvous, without processes -------------------------------------------------------------
 
 START = {"w": torch.zeros(3)}
 

@@ -148,12 +148,11 @@ class Meeting:
 
     def wait(self) -> RoundRecord:
         "The record, as soon as there is one."
-        options = self.owner.options
-        pause = min(0.005, options.poll_interval_s)
+        pause, longest = 0.005, self.owner.options.poll_interval_s
         while (record := self.patiently(lambda: look_at(self))) is None:
-            if self.owner.stopped.wait(pause):
+            if self.owner.stopped.wait(min(pause, longest)):
                 raise RuntimeError(f"{self}: closed while it was waiting")
-            pause = min(1.5 * pause, options.poll_interval_s)
+            pause = min(1.5 * pause, longest)
         return record
 
     def patiently(self, operation: Callable[[], _T]) -> _T:

@@ -59,8 +59,7 @@ def assert_same(
         assert upstream.count_nonzero() > 0
 
 
-# --- divergence
-# --------------------------------------------------------------------------------------------------
+# --- divergence ------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([3, IGNORE_INDEX, 0, 10, 7, IGNORE_INDEX, 1, 2, 5, IGNORE_INDEX, 4])
 
@@ -114,8 +113,7 @@ def test_nothing_to_score_is_zero_on_both_sides() -> None:
     assert [loss.item() for loss in losses] == [0.0, 0.0]
 
 
-# --- preferences
-# -------------------------------------------------------------------------------------------------
+# --- preferences -----------------------------------------------------------------------------------
 
 
 def preferences(dtype: torch.dtype) -> SimpleNamespace:
@@ -213,8 +211,7 @@ def test_an_empty_reply_is_nan_there_and_zero_here() -> None:
     assert our_simpo(case, *case.policy).losses.isfinite().all()
 
 
-# --- policy
-# ------------------------------------------------------------------------------------------------------
+# --- policy ----------------------------------------------------------------------------------------
 
 KINDS = {
     "grpo": {"loss_type": "grpo", "epsilon_high": 0.28},

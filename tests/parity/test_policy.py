@@ -26,8 +26,7 @@ def close(ours: Tensor, theirs: Tensor | float | list[float]) -> None:
     torch.testing.assert_close(ours, torch.as_tensor(theirs, dtype=torch.float64), **TIGHT)
 
 
-# --- golden: prime-rl and the length penalty
-# ---------------------------------------------------------------------
+# --- golden: prime-rl and the length penalty -------------------------------------------------------
 
 
 @pytest.fixture
@@ -68,8 +67,7 @@ def test_length_penalty(key: str, value: float) -> None:
     close(length_penalty(doubles(knobs["x"]), k=knobs["k"], q=knobs["q"])[0], value)
 
 
-# --- live: TRL's own methods on a stand-in for self
-# --------------------------------------------------------------
+# --- live: TRL's own methods on a stand-in for self ------------------------------------------------
 
 
 def same(value: object, *_: object, **__: object) -> object:

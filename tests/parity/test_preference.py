@@ -40,8 +40,7 @@ def reply_logps(values: Tensor, average: bool) -> Tensor:
     return sequence_logprobs(token_logprobs(predicting, ids), mask, average=average)
 
 
-# --- golden
-# ------------------------------------------------------------------------------------------------------
+# --- golden ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("key", "average"), [("SimPO logps avg", True), ("logps sum", False)])
@@ -76,8 +75,7 @@ def test_dpo() -> None:
     close(dpo_loss(*pairs, beta=0.1).losses, [GOLDEN["DPO sigmoid beta .1 ref=t"]])
 
 
-# --- live: TRL's own methods
-# -------------------------------------------------------------------------------------
+# --- live: TRL's own methods -----------------------------------------------------------------------
 
 
 def same(value: object, *_: object, **__: object) -> object:

@@ -38,8 +38,7 @@ LENGTHS = torch.tensor([9, 1, 4, 7, 0, 9])
 NON_EMPTY = 5
 
 
-# --- verl, in its own process
-# ------------------------------------------------------------------------------------
+# --- verl, in its own process ----------------------------------------------------------------------
 
 
 def verl_folder() -> Path:
@@ -126,8 +125,7 @@ def assert_same(ours: Tensor, theirs: SimpleNamespace, leaf: Tensor, **tolerance
     assert theirs.gradient.count_nonzero() > 0
 
 
-# --- advantages
-# --------------------------------------------------------------------------------------------------
+# --- advantages ------------------------------------------------------------------------------------
 
 REWARDS = torch.tensor([1, 0, 0.3, 0.5, 2, -2.5, 0, 1.7, 0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
 ESTIMATORS = {
@@ -192,8 +190,7 @@ def test_equal_rewards_are_exactly_zero_here_and_a_rounding_error_there(verl: Ve
     assert 1e-3 < worst < 1
 
 
-# --- from token losses to one number
-# -----------------------------------------------------------------------------
+# --- from token losses to one number ---------------------------------------------------------------
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -260,8 +257,7 @@ def test_nan_outside_the_mask_leaks_through_verls_sequence_means_only(verl: Verl
     assert reduce_tokens(values, MASK, mode).isfinite()
 
 
-# --- policy losses
-# -----------------------------------------------------------------------------------------------
+# --- policy losses ---------------------------------------------------------------------------------
 
 
 def rollouts(dtype: torch.dtype) -> SimpleNamespace:
@@ -409,8 +405,7 @@ def test_dppo_has_the_same_gradient(verl: Verl, dtype: torch.dtype) -> None:
     assert ours.metrics["is_masked"].item() == pytest.approx(dropped, rel=1e-6) and dropped > 0
 
 
-# --- KL estimates
-# ------------------------------------------------------------------------------------------------
+# --- KL estimates ----------------------------------------------------------------------------------
 
 # verl takes exp(x) - x - 1, we expm1(x) - x: near x = 0 its float32 result is off by a unit in the last place
 # of 1.
