@@ -358,3 +358,14 @@ def test_workers_share_pages_by_extras_and_take_each_once() -> None:
         order += [j.page for j in left]
     assert sorted(order) == ["0", "1", "2", "3", "4"]
     assert first == {("a",)} and ("a",) not in second
+
+
+def test_a_second_page_of_one_archive_need_not_wait_for_pip(tmp_path, monkeypatch):
+    kept = tmp_path / "receipt.json"
+    monkeypatch.setattr(lone_install, "receipt", lambda: kept)
+    assert not lone_install.already(set())
+    kept.write_text(json.dumps({"digest": lone_install.digest(), "extras": ["diloco", "plot"]}))
+    assert lone_install.already({"plot"}) and lone_install.already(set())
+    assert not lone_install.already({"plot", "replay"})
+    kept.write_text(json.dumps({"digest": "of another archive", "extras": ["plot"]}))
+    assert not lone_install.already({"plot"})
