@@ -99,8 +99,9 @@ def test_wheel_holds_the_package_its_licence_and_nothing_else(wheel: Path) -> No
     assert tops == {"composer_nb", f"composer_notebooks-{declared_version()}.dist-info"}
     assert "composer_nb/py.typed" in names
     assert any(re.fullmatch(r"[^/]+\.dist-info/licenses/LICENSE", name) for name in names)
-    shipped = {n for n in names if n.startswith("composer_nb/") and n.endswith(".py")}
-    assert shipped == {p.relative_to(ROOT).as_posix() for p in (ROOT / "composer_nb").rglob("*.py")}
+    shipped = {n for n in names if n.startswith("composer_nb/") and n.endswith((".py", ".json"))}
+    files = [p for end in ("py", "json") for p in (ROOT / "composer_nb").rglob(f"*.{end}")]
+    assert shipped == {p.relative_to(ROOT).as_posix() for p in files}
 
 
 def declared() -> dict:
