@@ -31,7 +31,7 @@ METRICS = {
     "series": {"loss": [2.0, 1.5], "reward_composer": [0.1, 0.3, 0.2], "reward_grpo": [0.1, 0.0, 0.1]},
     "verdict": "keep",
     "notes": "",
-    "provenance": "made again on a clean commit",
+    "provenance": "commit: made again on a clean commit",
     "supersedes": "first-cpu",
 }
 FIRST_METRICS = METRICS | {
@@ -40,7 +40,7 @@ FIRST_METRICS = METRICS | {
     "commit": "fedcba9+",
     "verdict": "kill",
     "supersedes": None,
-    "provenance": "the tree was dirty",
+    "provenance": "commit: the tree was dirty",
     "started": "2026-11-19T09:00:00+00:00",
 }
 STANDING = (
