@@ -359,7 +359,7 @@ def test_places_and_look_ahead_are_bounded() -> None:
 
     out = go(stream(), [teacher])
     assert out.calls == 300 and teacher.most == 4 and max(ahead) <= 2 * 4 + 2
-    other = Rule("b", wait=0.001, concurrency=4)
+    other = Rule("b", wait=0.02, concurrency=4)  # long enough that all are under way at once
     go(states(40), [other], concurrency=16)
     assert other.most == 16
 
