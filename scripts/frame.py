@@ -133,15 +133,18 @@ def sources(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
 
 
 def stale(root: Path, write: bool) -> list[str]:
-    """Chapters whose frame differs from what it should be; with `write` they are brought up to date."""
+    """Pages whose frame (of a spike: its launch cell) is not what it should be; `write` brings them up to date."""
     shelf, found = Shelf(root), []
-    for page in shelf.order:
-        if not page.startswith("nbs/"):
-            continue
+    chapters = [page for page in shelf.order if page.startswith("nbs/")]
+    spikes = sorted(page_of(path, root) for path in root.glob("spikes/[0-9]*/spike.ipynb"))
+    for page in [*chapters, *spikes]:
         path = root / f"{page}.ipynb"
         notebook = nbformat.read(path, as_version=4)
         before = sources(notebook)
-        frame(notebook, page, shelf)
+        if page in spikes:
+            add_launch_cell(notebook, path, root)
+        else:
+            frame(notebook, page, shelf)
         if sources(notebook) != before:
             found.append(page)
             if write:

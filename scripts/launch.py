@@ -2,16 +2,13 @@
 there.
 
 The cell fetches an archive of the repository and hands over to `scripts/lone_install.py` inside it. Which
-extras a page needs follows from what it imports, itself or through the package. `python
-scripts/launch.py` writes the cell into every chapter and the quickstart's spike; `--check` changes
-nothing and fails when one is stale.
+extras a page needs follows from what it imports, itself or through the package. `frame.py` writes the
+cell into every chapter and every spike.
 """
 
-import argparse
 import ast
 import configparser
 import re
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -24,7 +21,6 @@ PACKAGE = "composer_nb"
 LAUNCH_MARK = "# On Colab or Kaggle: fetch the book, install what this page needs, and move into its folder."
 OLD_MARKS = ("# On Colab or Kaggle: fetch the repository and install it.", "!git clone -q --depth 1")
 LAUNCH_ID = "launch"
-SPIKE = "spikes/006_real_model_cpu/spike.ipynb"
 EXPORTS = re.compile(r"^#\s*\|\s*default_exp\s+(\S+)", re.MULTILINE)
 MAGIC = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
 
@@ -48,6 +44,8 @@ EXTRAS = {
     f"{PACKAGE}.models": "smollm2",  # the bundled model is read with gguf, which transformers imports
     f"{PACKAGE}.diloco": "diloco",  # s3:// is opened with s3fs, which fsspec imports
 }
+# What a page starts as a process of its own, by a word of its cells, and the extra that has it.
+COMMANDS = {'"serve",': "drills"}  # `transformers serve`
 
 
 def settings() -> configparser.SectionProxy:
@@ -106,9 +104,14 @@ def is_launch_cell(cell: nbformat.NotebookNode) -> bool:
     return cell.cell_type == "code" and any(mark in cell.source for mark in marks)
 
 
-def reached(notebook: nbformat.NotebookNode, root: Path = ROOT) -> set[str]:
-    """Every module that the cells of a page import, and what these import within the package."""
+def code_of(notebook: nbformat.NotebookNode, path: Path) -> list[str]:
+    """The cells of a page without its launch cell, and the scripts beside a spike."""
     cells = [c.source for c in notebook.cells if c.cell_type == "code" and not is_launch_cell(c)]
+    return cells + [script.read_text(encoding="utf-8") for script in sorted(path.parent.glob("*.py"))]
+
+
+def reached(cells: Sequence[str], root: Path = ROOT) -> set[str]:
+    """Every module that pieces of code import, and what these import within the package."""
     waiting = {name for source in cells for name in imports(source)}
     waiting |= {f"{PACKAGE}.{name}" for source in cells for name in EXPORTS.findall(source)}
     found: set[str] = set()
@@ -119,15 +122,17 @@ def reached(notebook: nbformat.NotebookNode, root: Path = ROOT) -> set[str]:
     return found
 
 
-def extras(notebook: nbformat.NotebookNode, root: Path = ROOT) -> list[str]:
+def extras(notebook: nbformat.NotebookNode, path: Path, root: Path = ROOT) -> list[str]:
     """The extras of pyproject.toml that a page needs."""
-    found = [f"{name}." for name in reached(notebook, root)]
-    return sorted({extra for name, extra in EXTRAS.items() if any(m.startswith(f"{name}.") for m in found)})
+    cells = code_of(notebook, path)
+    found = [f"{name}." for name in reached(cells, root)]
+    needs = {extra for name, extra in EXTRAS.items() if any(m.startswith(f"{name}.") for m in found)}
+    return sorted(needs | {extra for word, extra in COMMANDS.items() if any(word in cell for cell in cells)})
 
 
 def launch_cell(path: Path, notebook: nbformat.NotebookNode, root: Path = ROOT) -> str:
     """The one template for the cell that makes a page run where the repository is not there yet."""
-    folder, needs = path.relative_to(root).parent.as_posix(), ",".join(extras(notebook, root))
+    folder, needs = path.relative_to(root).parent.as_posix(), ",".join(extras(notebook, path, root))
     return f"""{LAUNCH_MARK}
 import os
 import sys
@@ -175,43 +180,3 @@ def add_launch_cell(notebook: nbformat.NotebookNode, path: Path, root: Path = RO
     place = old[0] if old else title + 1
     notebook.cells = [c for c in notebook.cells if not is_launch_cell(c)]
     notebook.cells.insert(place, cell)
-
-
-def stale(root: Path, write: bool) -> list[str]:
-    """Pages whose launch cell is missing or is not today's; with `write` they are brought up to date."""
-    found = []
-    for path in [*sorted((root / "nbs").glob("*/[0-9]*.ipynb")), root / SPIKE]:
-        notebook = nbformat.read(path, as_version=4)
-        before = nbformat.writes(notebook)
-        add_launch_cell(notebook, path, root)
-        if nbformat.writes(notebook) != before:
-            found.append(path.relative_to(root).as_posix())
-            if write:
-                nbformat.write(notebook, path)
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, fail when a launch cell is stale"
-    )
-    args = parser.parse_args(argv)
-    found = stale(args.root.resolve(), write=not args.check)
-    if args.check and found:
-        print(
-            "\n".join(
-                [*(f"{page}: its launch cell is stale" for page in found), "run: python scripts/launch.py"]
-            ),
-            file=sys.stderr,
-        )
-        return 1
-    print("\n".join(f"{page}: written" for page in found) or "every page has its launch cell")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -91,7 +91,7 @@ def prepare(page: str, root: Path) -> Job:
     path = root / f"{page}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     add_launch_cell(notebook, path, root)
-    needs = tuple(extras(notebook, root))
+    needs = tuple(extras(notebook, path, root))
     notebook.cells = [
         cell for cell in notebook.cells
         if cell.cell_type != "code"

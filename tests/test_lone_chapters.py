@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+import frame  # noqa: E402
 import launch  # noqa: E402
 import lone_install  # noqa: E402
 import run_lone  # noqa: E402
@@ -66,7 +67,7 @@ def job(*cells: str, before: str = "") -> run_lone.Job:
     launch.add_launch_cell(notebook, PLACE)
     if before:
         notebook.cells.insert(1, nbformat.v4.new_code_cell(before))
-    return run_lone.Job("nbs/kernels/tiny", notebook, tuple(launch.extras(notebook)))
+    return run_lone.Job("nbs/kernels/tiny", notebook, tuple(launch.extras(notebook, PLACE)))
 
 
 @pytest.fixture(scope="module")
@@ -277,18 +278,21 @@ sys.exit(result.reason or 0)
 
 
 def test_extras_follow_from_imports() -> None:
-    assert launch.extras(page("import torch")) == []
-    assert launch.extras(page("import matplotlib.pyplot as plt")) == ["plot"]
-    assert launch.extras(page("def f():\n    from moto.server import ThreadedMotoServer")) == ["drills"]
-    assert "smollm2" in launch.extras(page("from composer_nb.models import load_model"))
-    assert "diloco" in launch.extras(page("#| default_exp diloco.outer\n", "%timeit 1"))
-    assert launch.extras(page("import mattplotlib_like")) == []
+    assert launch.extras(page("import torch"), PLACE) == []
+    assert launch.extras(page("import matplotlib.pyplot as plt"), PLACE) == ["plot"]
+    assert launch.extras(page("def f():\n    from moto.server import ThreadedMotoServer"), PLACE) == ["drills"]
+    assert "smollm2" in launch.extras(page("from composer_nb.models import load_model"), PLACE)
+    assert "diloco" in launch.extras(page("#| default_exp diloco.outer\n", "%timeit 1"), PLACE)
+    assert launch.extras(page("import mattplotlib_like"), PLACE) == []
+    spike = ROOT / "spikes" / "005_trainer_cost" / "spike.ipynb"  # its script beside it needs the model
+    assert launch.extras(page("import torch"), spike) == ["smollm2"]
+    assert launch.extras(page('command = ["transformers", "serve", name]'), PLACE) == ["drills"]
 
 
 def test_extras_of_the_table_exist() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(launch.EXTRAS.values()) <= declared.keys()
-    needed = {extra for p in CHAPTERS for extra in launch.extras(nbformat.read(ROOT / f"{p}.ipynb", 4))}
+    needed = {extra for p in CHAPTERS for extra in launch.extras(nbformat.read(ROOT / f"{p}.ipynb", 4), ROOT / f"{p}.ipynb")}
     assert needed <= set(declared)
 
 
@@ -324,12 +328,16 @@ def test_the_launch_cell_is_replaced_not_repeated() -> None:
 
 
 def test_stale_launch_cells_are_found_and_written(tmp_path: Path) -> None:
-    for name in ("nbs/kernels/00_tiny.ipynb", launch.SPIKE):
+    names = ["nbs/kernels/00_tiny.ipynb", "spikes/001_small/spike.ipynb"]
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True)
-        nbformat.write(page("import torch"), tmp_path / name)
-    assert launch.main(["--root", str(tmp_path), "--check"]) == 1
-    assert launch.stale(tmp_path, write=True) == ["nbs/kernels/00_tiny.ipynb", launch.SPIKE]
-    assert launch.main(["--root", str(tmp_path), "--check"]) == 0
+        nbformat.write(page("# | default_exp tiny", "import torch"), tmp_path / name)
+    book = "format: jb-book\nroot: intro\nparts:\n- caption: One\n  chapters:\n  - file: nbs/kernels/00_tiny\n"
+    (tmp_path / "_toc.yml").write_text(book)
+    (tmp_path / "intro.md").write_text("# A book\n")
+    assert frame.main(["--root", str(tmp_path), "--check"]) == 1
+    assert frame.stale(tmp_path, write=True) == [name.removesuffix(".ipynb") for name in names]
+    assert frame.main(["--root", str(tmp_path), "--check"]) == 0
 
 
 def test_a_visible_launch_cell_of_a_spike_stays_visible_and_in_its_place() -> None:
