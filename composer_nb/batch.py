@@ -121,18 +121,22 @@ def student_rows(rollouts: Sequence[Rollout], pad: Padding) -> ComposerBatch:
 
 
 def teacher_rows(
-    rollouts: Sequence[Rollout], aligned: Sequence[Alignment], pad: Padding, student_length: int
+    rollouts: Sequence[Rollout], aligned: Sequence[Alignment], pad: Padding, student_at: int | Sequence[int]
 ) -> ComposerBatch:
-    "What the teacher reads, and the compared positions on both sides; empty when no rollout has a hint."
+    """What the teacher reads, and the compared positions on both sides; empty when no rollout has a hint.
+
+    `student_at`: padded width of the students' rows, or the column at which each row begins.
+    """
     if not any(a.teacher_ids for a in aligned):
         return {}
     ids, attention = pad([a.teacher_ids for a in aligned])
     columns = max(len(a.student_idx) for a in aligned)
     student_idx, teacher_idx = torch.zeros(2, len(aligned), columns, dtype=torch.long)
     mask = torch.zeros(len(aligned), columns, dtype=torch.bool)
-    for row, (a, r) in enumerate(zip(aligned, rollouts)):
-        n, width = len(a.student_idx), ids.shape[1]
-        moved = pad.offset(len(r.ids), student_length), pad.offset(len(a.teacher_ids), width)
+    if isinstance(student_at, int):
+        student_at = [pad.offset(len(r.ids), student_at) for r in rollouts]
+    for row, (a, first) in enumerate(zip(aligned, student_at)):
+        n, moved = len(a.student_idx), (first, pad.offset(len(a.teacher_ids), ids.shape[1]))
         student_idx[row, :n] = torch.tensor(a.student_idx, dtype=torch.long) + moved[0]
         teacher_idx[row, :n] = torch.tensor(a.teacher_idx, dtype=torch.long) + moved[1]
         mask[row, :n] = True

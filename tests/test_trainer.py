@@ -13,13 +13,16 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from composer_nb import trainer as room
+from composer_nb.training import seams as room
+from composer_nb.training import trainer as trainer_module
 from composer_nb.batch import DPOPair
 from composer_nb.credit import rlsd_mix
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig
 from composer_nb.self_teacher import SelfTeacher
 from composer_nb.trainer import ComposerReplicationTrainer, Feedback, last_checkpoint, moved_seams
+from composer_nb.training.config import adopt
+from composer_nb.training.sharing import PrefixSharingTrainer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 TOKENIZER = tiny.tokenizer()
@@ -46,12 +49,13 @@ def arguments(folder, **options):
     return GRPOConfig(str(folder), **(defaults | options))
 
 
-def build(folder, cls=ComposerReplicationTrainer, model=None, options=None, **kwargs):
+def build(folder, cls=ComposerReplicationTrainer, model=None, options=None, args=False, **kwargs):
     dataset = Dataset.from_list([{"prompt": p, "colour": i} for i, p in enumerate(PROMPTS * 4)])
+    plain = arguments(folder, **(options or {}))
     trainer = cls(
         model or tiny.model(),
         reward,
-        arguments(folder, **(options or {})),
+        adopt(plain, {}) if args else plain,
         dataset,
         processing_class=TOKENIZER,
         **kwargs,
@@ -122,7 +126,7 @@ def test_a_flipped_scaling_rule_is_named():
 def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
     options = dict(gradient_accumulation_steps=accumulation)
     plain = record(build(tmp_path / "a", GRPOTrainer, options=options))
-    off = record(lit(tmp_path / "b", alpha_sdpo=0.0, beta_replay=0.0, options=options))
+    off = record(lit(tmp_path / "b", alpha_sdpo=0.0, beta_replay=0.0, share_prefixes=False, options=options))
     assert plain[0] == off[0] and len(plain[1]) == len(off[1]) == 3
     assert all(
         torch.equal(a, b) for x, y in zip(plain[1], off[1], strict=True) for a, b in zip(x, y, strict=True)
@@ -130,11 +134,27 @@ def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
     assert all(torch.equal(a, b) for a, b in zip(plain[2], off[2], strict=True))
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sharing_prefixes_changes_no_gradient_beyond_rounding(tmp_path, accumulation):
+    options = dict(gradient_accumulation_steps=accumulation, num_generations=4, max_steps=1, max_grad_norm=0.0)
+    grads = [
+        torch.cat([g.flatten() for g in record(lit(tmp_path / str(share), share_prefixes=share, options=options))[1][0]])
+        for share in (False, True)
+    ]
+    assert (grads[0] - grads[1]).norm() < 1e-4 * grads[0].norm()
+
+
+def test_channels_off_with_sharing_is_sharing_alone_bit_for_bit(tmp_path):
+    off = record(lit(tmp_path / "a", alpha_sdpo=0.0, beta_replay=0.0))
+    bare = record(build(tmp_path / "b", PrefixSharingTrainer, args=True))
+    assert all(torch.equal(a, b) for a, b in zip(off[2], bare[2], strict=True))
+
+
 def test_missing_inputs_are_also_off_bit_for_bit(tmp_path):
     plain = record(build(tmp_path / "a", GRPOTrainer))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        off = record(build(tmp_path / "b", alpha_sdpo=0.5, beta_replay=0.5))
+        off = record(build(tmp_path / "b", alpha_sdpo=0.5, beta_replay=0.5, share_prefixes=False))
     assert all(torch.equal(a, b) for a, b in zip(plain[2], off[2], strict=True))
 
 
@@ -145,7 +165,7 @@ def test_lit_channels_log_losses_counts_and_gradients(tmp_path, teacher):
     for row in log(trainer):
         assert row["sdpo/loss"] > 0 and row["sdpo/tokens"] > 0 and row["sdpo/weight"] == ALPHA
         assert row["sdpo/grad_norm"] > 0 and row["replay/grad_norm"] > 0 and row["replay/pairs"] == 2
-        assert row["sdpo/aligned_fraction"] == 1 and row["sdpo/hinted_fraction"] == 0.5
+        assert row["sdpo/hinted_fraction"] == 0.5
         assert row["policy/active"] == 0 or row["policy/grad_norm"] > 0
         assert "entropy" in row and "completions/mean_length" in row and "sdpo/lift" in row
     assert abs(log(trainer)[0]["replay/margin"]) < 1e-4  # the references are the untrained model's own
@@ -221,7 +241,7 @@ def test_several_steps_per_generation_count_their_own_windows(tmp_path):
     )
     trainer.train()
     counted = [batch["sdpo_count"].item() for batch in trainer._buffered_inputs]
-    masks = [batch["sdpo_mask"].sum().item() for batch in trainer._buffered_inputs]
+    masks = [batch["sdpo_loss_mask"].sum().item() for batch in trainer._buffered_inputs]
     assert counted == [masks[0] + masks[1]] * 2 + [masks[2] + masks[3]] * 2
     assert [row["sdpo/tokens"] for row in log(trainer)] == [counted[0], counted[2]]
 
@@ -255,7 +275,7 @@ def test_a_hint_without_lift_is_reported(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = lit(tmp_path, lift_steps=1, options=dict(max_steps=4))
-        trainer._sampled_reward = lambda *_: 0.5
+        trainer._fresh_reward = lambda rows, answers: torch.full((len(rows),), 0.5)
         trainer.train()
     assert sum("no lift" in str(w.message) for w in caught) == 1
     with pytest.raises(ValueError, match="lift_steps"):
@@ -362,15 +382,15 @@ def test_several_turns_hint_goes_above_the_named_one(tmp_path, site):
     hint = "Reminder: one colour."
     trainer = lit(tmp_path, rollout_func=two_turns, feedback_func=lambda completions, **_: [Feedback(hint, site=site)] * len(completions),
                   options=dict(max_completion_length=64, max_steps=1))  # fmt: skip
-    seen, original = [], trainer._teacher_fields
-    trainer._teacher_fields = lambda output: seen.append((output, original(output))) or seen[-1][1]
+    seen, original = [], trainer._hint_fields
+    trainer._hint_fields = lambda output: seen.append((output, original(output))) or seen[-1][1]
     trainer.train()
     output, fields = seen[0]
     turn = len(encode(TOKENIZER, "blue or red<|im_end|>"))
-    assert fields["sdpo_mask"].sum(1).tolist() == [turn] * 4
-    first = fields["sdpo_mask"][0].nonzero()[0].item()
+    assert fields["sdpo_loss_mask"].sum(1).tolist() == [turn] * 4
+    first = fields["student_response_idx"][0, 0].item() - output["prompt_ids"].shape[1]
     assert (first == 0) is (site == 0)
-    read = TOKENIZER.decode(fields["teacher_ids"][0][fields["teacher_mask"][0].bool()])
+    read = TOKENIZER.decode(fields["ctx_teacher_input_ids"][0][fields["ctx_teacher_attention_mask"][0].bool()])
     above = read.index(hint)
     assert read.count(hint) == 1 and read[above:].count("blue or red") == 1
     assert read[:above].count("blue or red") == (0 if site == 0 else 1)
@@ -378,10 +398,9 @@ def test_several_turns_hint_goes_above_the_named_one(tmp_path, site):
 
 def test_prompts_as_plain_text_are_refused_for_hints(tmp_path):
     dataset = Dataset.from_list([{"prompt": "Say red."}] * 8)
-    trainer = ComposerReplicationTrainer(tiny.model(), lambda completions, **_: [0.0] * len(completions), arguments(tmp_path), dataset,
-                                         processing_class=TOKENIZER, alpha_sdpo=1.0, beta_replay=0.0, feedback_func=lambda **_: ["x"] * 4)  # fmt: skip
     with pytest.raises(ValueError, match="conversational prompts"):
-        trainer.train()
+        ComposerReplicationTrainer(tiny.model(), lambda completions, **_: [0.0] * len(completions), arguments(tmp_path), dataset,
+                                   processing_class=TOKENIZER, alpha_sdpo=1.0, beta_replay=0.0, feedback_func=lambda **_: ["x"] * 4)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -389,7 +408,7 @@ def test_prompts_as_plain_text_are_refused_for_hints(tmp_path):
     [
         (dict(alpha_sdpo=-1.0), "alpha_sdpo=-1.0"),
         (dict(beta_replay=float("nan")), "beta_replay=nan"),
-        (dict(teacher="dead"), "unknown teacher"),
+        (dict(teacher="dead"), "teacher='dead'"),
         (dict(teacher_ema_rate=0.0), "teacher_ema_rate"),
         # fmt: skip
         (dict(preference_dataset=[{"chosen": "x"}]), "lacks"),
@@ -527,26 +546,25 @@ def test_diagnostics_are_logged_by_default(tmp_path):
 
 def test_a_series_that_collapses_warns_once(tmp_path):
     trainer = lit(tmp_path, options=dict(max_steps=1))
-    trainer._history["hint_leak_rate"] = [0.5] * 10
+    trainer.report.watch.history["hint_leak_rate"] = [0.5] * 10
     with pytest.warns(UserWarning, match="hint_leak_rate is 0.") as caught:
         trainer.train()
     assert sum("hint_leak_rate" in str(w.message) for w in caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        trainer._look_for_collapse()
+        trainer.report.watch.look(trainer._metrics["train"])
 
 
-def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path):
-    seen = []
+def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path, monkeypatch):
+    seen, original = [], trainer_module.credited_advantages
 
-    class Watched(ComposerReplicationTrainer):
-        def _credited(self, inputs):
-            seen.append((inputs, super()._credited(inputs)))
-            return seen[-1][1]
+    def watched(trainer, inputs):
+        seen.append((inputs, original(trainer, inputs)))
+        return seen[-1][1]
 
+    monkeypatch.setattr(trainer_module, "credited_advantages", watched)
     trainer = lit(
         tmp_path,
-        cls=Watched,
         alpha_sdpo=0.0,
         beta_replay=0.0,
         rlsd=0.5,
@@ -558,7 +576,12 @@ def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path):
     )
     trainer.train()
     for step, (inputs, credited) in enumerate(seen):
-        plain, mask = inputs["advantages"].unsqueeze(1), inputs["sdpo_mask"]
+        plain, width = inputs["advantages"].unsqueeze(1), inputs["prompt_ids"].shape[1]
+        compared, rows = inputs["sdpo_loss_mask"], inputs["ctx_teacher_attention_mask"].bool()
+        columns = (inputs["student_response_idx"] - width)[compared]
+        at = dict(zip(zip(compared.nonzero()[:, 0].tolist(), columns.tolist()), inputs["teacher_response_idx"][compared].tolist()))
+        mask = torch.zeros_like(inputs["completion_ids"], dtype=torch.bool)
+        mask[compared.nonzero()[:, 0], columns] = True
         if step == 2:  # faded out
             assert credited is inputs["advantages"]
             continue
@@ -568,16 +591,13 @@ def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path):
                 [inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()], inputs["completion_ids"][row]]
             )
             prompt = int(inputs["prompt_mask"][row].sum())
-            hinted, at = (
-                inputs["teacher_ids"][row][inputs["teacher_mask"][row].bool()],
-                int(inputs["teacher_idx"][row, column]),
-            )
+            hinted, place = inputs["ctx_teacher_input_ids"][row][rows[row]], at[row, column]
             token = inputs["completion_ids"][row, column]
-            assert hinted[at] == token
+            assert hinted[place] == token
             with torch.no_grad():
                 old, new = (
                     (trainer.model(input_ids=x[None]).logits[0, i - 1] / 0.7).log_softmax(-1)[token]
-                    for x, i in ((ids, prompt + column), (hinted, at))
+                    for x, i in ((ids, prompt + column), (hinted, place))
                 )
             mix = rlsd_mix(step, start=0.5, decay_steps=2)
             push = (plain[row, 0].sign() * (new - old)).exp().clamp(0.8, 1.2)
@@ -616,11 +636,9 @@ def test_means_over_sequences_count_sequences(tmp_path):
         sdpo_reduction="seq-mean-token-mean",
         options=dict(max_steps=1, gradient_accumulation_steps=2),
     )
-    counts = []
-    hint_loss = trainer._hint_loss
-    trainer._hint_loss = lambda model, inputs, kept: (
-        counts.append((inputs["sdpo_count"].item(), inputs["sdpo_mask"].any(1).sum().item()))
-        or hint_loss(model, inputs, kept)
+    counts, reported = [], trainer._reported
+    trainer._reported = lambda parts, inputs: (
+        counts.append((inputs["sdpo_count"].item(), parts.scored["sdpo"])) or reported(parts, inputs)
     )
     trainer.train()
     assert counts[0][0] == sum(rows for _, rows in counts) == 4

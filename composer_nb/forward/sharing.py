@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .prefixes import SharedForwardPass, can_continue, run_from_prefix
-from .states import causal_lm, forward_pass
+from .states import causal_lm, forward_pass, run_body
 
 # %% auto #0
-__all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', 'shared_forward_pass']
+__all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', 'grouped_states', 'shared_forward_pass']
 
 # %% ../../nbs/kernels/11_sharing.ipynb #c020-6f0d0d
 @dataclass(frozen=True)
@@ -99,24 +99,27 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i in range(longest) if a[i] != b[i]), longest)
 
 # %% ../../nbs/kernels/11_sharing.ipynb #c025-1157a2
-def _group_states(
-    lm: nn.Module, rows: list[list[int]], sharing: SharedPrefixes, device: torch.device
+def grouped_states(
+    body: nn.Module, rows: list[list[int]], sharing: SharedPrefixes, device: torch.device
 ) -> tuple[Float[Tensor, "M D"], Int[Tensor, "N"]]:
-    "All states in one table, and for each real token, row after row, where its own state stands in it."
+    """All states in one table, and for each real token, row after row, where its own state stands in it.
+
+    `body` returns hidden states and takes a cache (see `can_continue`).
+    """
     shared = [(group, k) for group, k in zip(sharing.groups, sharing.shared) if k]
     members = [(g, row, k) for g, (group, k) in enumerate(shared) for row in group]
     alone = [group[0] for group, k in zip(sharing.groups, sharing.shared) if not k and rows[group[0]]]
     prefix, prefix_mask = _padded([rows[group[0]][:k] for group, k in shared], "left", device)
     suffix, suffix_mask = _padded([rows[row][k:] for _, row, k in members], "right", device)
     owner = torch.tensor([g for g, _, _ in members], device=device)
-    tables = list(run_from_prefix(lm.base_model, prefix, prefix_mask, suffix, suffix_mask, owner))
+    tables = list(run_from_prefix(body, prefix, prefix_mask, suffix, suffix_mask, owner))
     width, step, start = prefix.shape[1], suffix.shape[1], prefix.numel()
     place = {}
     for i, (g, row, k) in enumerate(members):
         place[row] = [*_span((g + 1) * width - k, k), *_span(start + i * step, len(rows[row]) - k)]
     if alone:
         ids, mask = _padded([rows[row] for row in alone], "right", device)
-        tables.append(forward_pass(lm, ids, mask).states)
+        tables.append(run_body(body, ids, mask, use_cache=False).last_hidden_state)
         step, start = ids.shape[1], start + suffix.numel()
         place |= {row: [*_span(start + i * step, len(rows[row]))] for i, row in enumerate(alone)}
     index = [i for row in range(len(rows)) for i in place.get(row, ())]
@@ -189,7 +192,7 @@ def shared_forward_pass(
         return SharedForwardPass(
             whole.states.flatten(0, 1), slot, lm, whole.shortcut, mask.numel(), mask.numel()
         )
-    states, index = _group_states(lm, rows, sharing, input_ids.device)
+    states, index = grouped_states(lm.base_model, rows, sharing, input_ids.device)
     at = torch.full(mask.shape, -1, device=mask.device).masked_scatter(mask, index)
     slot = _predictors(at, mask, needed_from)
     kept, place = slot[slot >= 0].unique(return_inverse=True)

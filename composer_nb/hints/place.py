@@ -5,6 +5,8 @@
 # %% ../../nbs/data/20_place.ipynb #c005-09516c
 from __future__ import annotations
 
+import html
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..traces.state import Message
 
 # %% auto #0
-__all__ = ['Placement', 'insert_hint', 'render', 'encode', 'hinted_context_ids', 'sampled_turns']
+__all__ = ['Placement', 'insert_hint', 'render', 'encode', 'hinted_context_ids', 'holds', 'sampled_turns']
 
 # %% ../../nbs/data/20_place.ipynb #c008-92d7c5
 Placement = Literal["above", "system"]
@@ -76,12 +78,31 @@ def hinted_context_ids(
     """
     plain = render(tokenizer, messages, **template)
     hinted = render(tokenizer, insert_hint(messages, hint, placement), **template)
-    if hint.strip() not in hinted:
+    if not holds(hinted, hint):
         raise ValueError(f"the chat template drops the hint {hint!r}: use another placement or template")
     if context_ids is None or list(context_ids) == encode(tokenizer, plain):
         return encode(tokenizer, hinted)
     before, removed, added, after = _difference(plain, hinted)
     return _splice(tokenizer, list(context_ids), removed, added, after)
+
+
+def holds(rendered: str, text: str) -> bool:
+    """Whether a rendered context has the text in it, as it is or escaped.
+
+    Templates write tool messages as JSON, and some escape markup: a quote, a newline or a brace of the hint
+    then stands there in another spelling.
+    """
+    spelled = {text.strip()}
+    for ascii_only in (False, True):
+        once = json.dumps(text.strip(), ensure_ascii=ascii_only)[1:-1]
+        spelled |= {once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]}
+    for markup in (html.escape(text.strip()), html.escape(text.strip(), quote=False)):
+        spelled |= {markup, json.dumps(markup, ensure_ascii=False)[1:-1]}
+    unicode = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
+    for form in tuple(spelled):
+        spelled.add("".join(unicode.get(letter, letter) for letter in form))
+    return any(form in rendered for form in spelled)
+
 
 # %% ../../nbs/data/20_place.ipynb #c014-8081e2
 def _difference(plain: str, hinted: str) -> tuple[str, str, str, str]:

@@ -1,0 +1,1 @@
+"""The trainer and what it is made of."""
