@@ -13,14 +13,14 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from composer_nb.training import seams as room
-from composer_nb.training import trainer as trainer_module
 from composer_nb.batch import DPOPair
 from composer_nb.credit import rlsd_mix
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig
 from composer_nb.self_teacher import SelfTeacher
 from composer_nb.trainer import ComposerReplicationTrainer, Feedback, last_checkpoint, moved_seams
+from composer_nb.training import seams as room
+from composer_nb.training import trainer as trainer_module
 from composer_nb.training.config import adopt
 from composer_nb.training.sharing import PrefixSharingTrainer
 

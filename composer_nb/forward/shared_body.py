@@ -41,27 +41,37 @@ class SharedCalls:
 
 
 def why_not(model: nn.Module, longest: int = 1) -> str:
-    """Why this model, in the mode it is in, cannot share prefixes in rows of up to `longest` tokens; empty when
-    it can.
+    """Why this model, in the mode it is in, cannot share prefixes in rows of up to `longest` tokens; empty
+    when it can.
 
     Dropout counts: rows that share a prefix would share its mask. So does gradient checkpointing, under which
     transformers keeps no cache.
     """
     lm = causal_lm(model)
     if any(getattr(module, "gradient_checkpointing", False) and module.training for module in lm.modules()):
-        return "gradient checkpointing is on, which keeps no keys and values: set gradient_checkpointing=False"
+        return (
+            "gradient checkpointing is on, which keeps no keys and values: set gradient_checkpointing=False"
+        )
     if any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in lm.modules()):
         return "dropout is on, and rows with one prefix would share its mask: set it to 0"
     attention = getattr(lm.config.get_text_config(), "attention_dropout", 0.0)
     if lm.training and attention:
         return "attention dropout is on, and rows with one prefix would share its mask: set it to 0"
-    return "" if can_continue(lm, longest) else f"{type(lm).__name__} does not continue exactly from cached keys and values"
+    return (
+        ""
+        if can_continue(lm, longest)
+        else f"{type(lm).__name__} does not continue exactly from cached keys and values"
+    )
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #caf7c139
 def _odd_call(lm: nn.Module, mask: Tensor | None, ids: Tensor | None, options: dict[str, Any]) -> str:
     "What about this call is not a plain pass over tokens; empty when nothing is."
     known = {"use_cache", "return_dict", "cache_position", "labels"}
-    strange = [name for name, value in options.items() if name not in known and value is not None and value is not False]
+    strange = [
+        name
+        for name, value in options.items()
+        if name not in known and value is not None and value is not False
+    ]
     if ids is None or strange:
         return f"called with {', '.join(strange) or 'embeddings'}"
     rotary = any("rotary" in name for name, _ in lm.named_modules())
@@ -73,7 +83,9 @@ def _odd_call(lm: nn.Module, mask: Tensor | None, ids: Tensor | None, options: d
 def padded_states(
     body: nn.Module | Callable[..., Any], ids: Int[Tensor, "B T"], mask: Tensor, calls: SharedCalls
 ) -> Float[Tensor, "B T D"] | None:
-    "Hidden states at every real position, zero at padding, prefixes computed once; None where that does not pay."
+    """Hidden states at every real position, zero at padding, prefixes computed once; None where that does
+    not pay.
+    """
     real = mask.bool()
     rows = [row[keep].tolist() for row, keep in zip(ids, real)]
     sharing = shared_prefixes(rows)
@@ -86,9 +98,16 @@ def padded_states(
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #14bd6ff7
 def prefilled(
-    forward: Callable[..., Any], ids: Int[Tensor, "B T"], mask: Tensor, cache: Cache, calls: SharedCalls, **options: Any
+    forward: Callable[..., Any],
+    ids: Int[Tensor, "B T"],
+    mask: Tensor,
+    cache: Cache,
+    calls: SharedCalls,
+    **options: Any,
 ) -> Any:
-    "The body's output over a batch with repeated rows, `cache` filled for all of them; None where no row repeats."
+    """The body's output over a batch with repeated rows, `cache` filled for all of them; None where no row
+    repeats.
+    """
     both, place = torch.unique(torch.cat([ids, mask.to(ids)], dim=1), dim=0, return_inverse=True)
     if len(both) == len(ids):
         return None
@@ -120,8 +139,8 @@ class _Own:
 
 @contextlib.contextmanager
 def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
-    """Inside, calls of the model compute each prefix that rows have in common once; the states are the same up
-    to rounding.
+    """Inside, calls of the model compute each prefix that rows have in common once; the states are the same
+    up to rounding.
 
     Scoring passes share any prefix, `generate` shares whole prompts. A call that cannot share runs as always.
     """
@@ -129,7 +148,9 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
     patched, own = body.__dict__.get("forward"), body.forward
     why_not(model)  # looks at the model once, through the forward that is about to change
 
-    def forward(input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **options: Any) -> Any:
+    def forward(
+        input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **options: Any
+    ) -> Any:
         return _call(model, own, calls, input_ids, attention_mask, past_key_values, options)
 
     body.forward = forward

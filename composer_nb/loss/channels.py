@@ -75,7 +75,8 @@ def distillation_channel(
 ) -> Float[Tensor, ""]:
     """Mean divergence (nats per token) over compared rows, in the variant that the configuration names.
 
-    `weighting`: `old_logprobs`, `sampling_temperature`, `share` as in `row_weights`; the plain divergence only.
+    `weighting`: `old_logprobs`, `sampling_temperature`, `share` as in `row_weights`; the plain divergence
+    only.
     """
     s, t, heat = student_logits.unsqueeze(0), teacher_logits.detach().unsqueeze(0), config.sdpo_temperature
     mask = torch.ones(s.shape[:2], dtype=torch.bool, device=s.device)
@@ -85,10 +86,19 @@ def distillation_channel(
         return entropy_blend_loss(s / heat, t / heat, mask, h_max=config.entropy_opd_h_max, denominator=count)
     weight = row_weights(student_logits, teacher_logits, ids, config, **weighting)
     loss = generalized_jsd_loss(
-        s, t, ids.unsqueeze(0), beta=1.0 if config.sdpo_wrapper == "eopd" else config.sdpo_jsd_beta,
-        temperature=heat, token_clip=config.sdpo_token_clip, entry_clip=config.sdpo_entry_clip,
-        top_k=config.sdpo_top_k, top_k_source=config.sdpo_top_k_source, tail=config.sdpo_tail,
-        sampled=config.sdpo_sampled, denominator=count, weight=None if weight is None else weight.unsqueeze(0),
+        s,
+        t,
+        ids.unsqueeze(0),
+        beta=1.0 if config.sdpo_wrapper == "eopd" else config.sdpo_jsd_beta,
+        temperature=heat,
+        token_clip=config.sdpo_token_clip,
+        entry_clip=config.sdpo_entry_clip,
+        top_k=config.sdpo_top_k,
+        top_k_source=config.sdpo_top_k_source,
+        tail=config.sdpo_tail,
+        sampled=config.sdpo_sampled,
+        denominator=count,
+        weight=None if weight is None else weight.unsqueeze(0),
     )
     if config.sdpo_wrapper == "eopd":
         loss = loss + eopd_loss(s / heat, t / heat, mask, denominator=count)
@@ -107,8 +117,8 @@ def row_weights(
 ) -> Float[Tensor, "N"] | None:
     """Product of the weights that the configuration puts on a row; None when all are 1.
 
-    `old_logprobs` are those under which the tokens were sampled, at `sampling_temperature`; with `sdpo_is_cap`
-    they weight each token. `share` weights rows (a mean over sequences has 1 / length).
+    `old_logprobs` are those under which the tokens were sampled, at `sampling_temperature`; with
+    `sdpo_is_cap` they weight each token. `share` weights rows (a mean over sequences has 1 / length).
     """
     weight = share
     if config.sdpo_is_cap is not None and old_logprobs is not None:
@@ -132,7 +142,9 @@ def streamed_distillation(
     sampling_temperature: float = 1.0,
     share: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, ""]:
-    "`distillation_channel` on `View`s (hidden states and heads): equal in value and gradient, without N x V logits."
+    """`distillation_channel` on `View`s (hidden states and heads): equal in value and gradient, without N x
+    V logits.
+    """
 
     def weighting(rows: slice) -> dict[str, Any]:
         parts = {"old_logprobs": old_logprobs, "share": share}
@@ -222,7 +234,12 @@ def hint_channel(
 # %% ../../nbs/training/11_channels.ipynb #a13877fa
 @torch.no_grad()
 def teacher_views(
-    teacher: Any, inputs: Mapping[str, Tensor], batch: Int[Tensor, "N"], at: Int[Tensor, "N"], *, streamed: bool
+    teacher: Any,
+    inputs: Mapping[str, Tensor],
+    batch: Int[Tensor, "N"],
+    at: Int[Tensor, "N"],
+    *,
+    streamed: bool,
 ) -> list[View | Float[Tensor, "N V"]]:
     """What the teacher makes of the hinted contexts at the compared tokens, one entry for each of its views:
     states and head where they can be streamed, else weighted logits.
@@ -256,14 +273,18 @@ def _distil(
 
 
 def distillation_count(batch: Int[Tensor, "N"], config: HintOptions) -> int:
-    "What channel 2 divides by, counted on these rows: compared tokens, or sequences under `seq-mean-token-mean`."
+    """What channel 2 divides by, counted on these rows: compared tokens, or sequences under
+    `seq-mean-token-mean`.
+    """
     return len(batch) if config.sdpo_reduction == "token-mean" else len(torch.unique(batch))
 
 # %% ../../nbs/training/11_channels.ipynb #8720fe3d
 def pair_logprobs(
     model: nn.Module, inputs: Mapping[str, Tensor], *, average: bool = False
 ) -> tuple[Tensor, Tensor]:
-    "Summed (or mean) log-probs in nats of chosen and rejected replies, shape (P,) each, from one forward over both."
+    """Summed (or mean) log-probs in nats of chosen and rejected replies, shape (P,) each, from one forward
+    over both.
+    """
     names = ("input_ids", "attention_mask", "response_mask")
     sides = [[inputs[f"dpo_{side}_{name}"] for name in names] for side in ("chosen", "rejected")]
     longest = max(side[0].shape[1] for side in sides)
@@ -283,13 +304,18 @@ def pair_logprobs(
 
 @torch.no_grad()
 def reference_logprobs(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    "The two reference fields of a batch, scored by `model` as it is now. Compute once, before training moves it."
+    """The two reference fields of a batch, scored by `model` as it is now. Compute once, before training
+    moves it.
+    """
     chosen, rejected = pair_logprobs(model, inputs)
     return {"dpo_chosen_ref_logprobs": chosen, "dpo_rejected_ref_logprobs": rejected}
 
 # %% ../../nbs/training/11_channels.ipynb #cdeca5a7
 def preference_channel(
-    model: nn.Module, inputs: Mapping[str, Tensor], config: PreferenceOptions, count: Tensor | float | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    config: PreferenceOptions,
+    count: Tensor | float | None = None,
 ) -> tuple[Float[Tensor, ""], int, dict[str, float]]:
     "Mean preference loss over pairs, the number of pairs, and their mean reward margin and accuracy."
     simpo = config.dpo_variant == "simpo"

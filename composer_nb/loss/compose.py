@@ -26,8 +26,8 @@ __all__ = ['LossComponents', 'compose_channels', 'compose_loss', 'channel_gradie
 class LossComponents:
     """The total and its parts (unweighted), what each divided by, and the channels left dark.
 
-    `scored` holds tokens for cross-entropy and hints (sequences under `seq-mean-token-mean`), pairs for replay,
-    and for a policy loss whatever its kind counts. `weights` has the weights that were applied.
+    `scored` holds tokens for cross-entropy and hints (sequences under `seq-mean-token-mean`), pairs for
+    replay, and for a policy loss whatever its kind counts. `weights` has the weights that were applied.
     """
 
     total: Float[Tensor, ""]
@@ -67,7 +67,12 @@ def compose_channels(
     parts.weights["policy"] = 1.0
     if config.alpha_sdpo > 0 and "ctx_teacher_input_ids" in inputs:
         parts.sdpo_jsd, parts.scored["sdpo"] = hint_channel(
-            student, model if teacher is None else teacher, inputs, config, counts.get("sdpo"), sampling_temperature
+            student,
+            model if teacher is None else teacher,
+            inputs,
+            config,
+            counts.get("sdpo"),
+            sampling_temperature,
         )
         parts.weights["sdpo"] = config.alpha_sdpo
         parts.total = parts.total + config.alpha_sdpo * parts.sdpo_jsd
@@ -93,9 +98,10 @@ def compose_loss(
 ) -> LossComponents:
     """Loss of one (micro-)batch: `policy + alpha_sdpo * hint + beta_replay * preference`.
 
-    `inputs` as `ComposerDataCollator` makes them. `teacher` scores the hinted contexts: a module (default: the
-    model itself, live) or a `SelfTeacher`. `counts` gives the optimizer step's global {policy, sdpo, replay}
-    counts, so that micro-batches add up: sum the `scored` of its micro-batches, over all processes.
+    `inputs` as `ComposerDataCollator` makes them. `teacher` scores the hinted contexts: a module
+    (default: the model itself, live) or a `SelfTeacher`. `counts` gives the optimizer step's global
+    {policy, sdpo, replay} counts, so that micro-batches add up: sum the `scored` of its micro-batches,
+    over all processes.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(

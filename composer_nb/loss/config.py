@@ -28,7 +28,14 @@ def option(default: Any, help: str) -> Any:
 
 
 def require(
-    options: object, name: str, low: float, high: float, why: str, *, open_low: bool = False, none: bool = False
+    options: object,
+    name: str,
+    low: float,
+    high: float,
+    why: str,
+    *,
+    open_low: bool = False,
+    none: bool = False,
 ) -> None:
     """Raises ValueError, naming field and value, for NaN, infinities and values outside [low, high].
 
@@ -54,7 +61,9 @@ class PolicyTermOptions:
 
     policy_kind: PolicyKind = option("grpo", "member of the GRPO family")
     epsilon_low: float = option(0.2, "the ratio may fall to 1 - this")
-    epsilon_high: float | None = option(None, "it may rise to 1 + this (cispo: its cap); default: the lower one")
+    epsilon_high: float | None = option(
+        None, "it may rise to 1 + this (cispo: its cap); default: the lower one"
+    )
     max_completion_length: int | None = option(None, "longest completion sampled; dr_grpo divides by it")
     kl_coef: float = option(0.0, "weight of the KL to the reference, nats")
     kl_estimator: KLEstimator = option("k1", "estimator of that KL")
@@ -88,7 +97,9 @@ class HintOptions:
     sdpo_sampled: bool = option(False, "estimate KL(S||T) from the sampled tokens alone")
     sdpo_is_cap: float | None = option(None, "cap of the importance weight of a token")
     sdpo_gate: float | None = option(None, "steepness of SDAR's gate on each token")
-    sdpo_reduction: Literal["token-mean", "seq-mean-token-mean"] = option("token-mean", "what the mean is over")
+    sdpo_reduction: Literal["token-mean", "seq-mean-token-mean"] = option(
+        "token-mean", "what the mean is over"
+    )
     sdpo_fused: bool = option(True, "stream rows through the head instead of holding all logits")
     sdpo_wrapper: Literal["none", "taid", "entropy_opd", "eopd"] = option("none", "what is put around it")
     taid_t: float | None = option(None, "TAID's mixing time in [0, 1]")
@@ -107,7 +118,9 @@ def _check_hint_values(options: HintOptions) -> None:
     require(options, "sdpo_temperature", 0.0, math.inf, "must be positive and finite", open_low=True)
     require(options, "taid_t", 0.0, 1.0, "0 keeps the student, 1 is cross-entropy to the teacher", none=True)
     for name in (*_PLAIN_ONLY, "entropy_opd_h_max"):
-        require(options, name, 0.0, math.inf, "must be positive and finite, or None", open_low=True, none=True)
+        require(
+            options, name, 0.0, math.inf, "must be positive and finite, or None", open_low=True, none=True
+        )
     require_choice(options, "sdpo_wrapper", ("none", "taid", "entropy_opd", "eopd"))
     require_choice(options, "sdpo_top_k_source", get_args(TopK))
     require_choice(options, "sdpo_reduction", ("token-mean", "seq-mean-token-mean"))
@@ -124,7 +137,9 @@ def _check_wrapper(options: HintOptions) -> None:
         raise ValueError(
             f"{', '.join(plain_only)} has no meaning with sdpo_wrapper={options.sdpo_wrapper!r}: leave it out"
         )
-    if options.sdpo_sampled and (options.sdpo_jsd_beta != 1.0 or options.sdpo_top_k or options.sdpo_entry_clip):
+    if options.sdpo_sampled and (
+        options.sdpo_jsd_beta != 1.0 or options.sdpo_top_k or options.sdpo_entry_clip
+    ):
         raise ValueError(
             "sdpo_sampled estimates KL(S||T) from the sampled tokens: it needs sdpo_jsd_beta=1 "
             f"(got {options.sdpo_jsd_beta}) and neither sdpo_top_k nor sdpo_entry_clip"
@@ -150,7 +165,9 @@ def _check_unused(options: HintOptions) -> None:
     for name, (needed, present) in _NEEDS.items():
         value = getattr(options, name)
         if value != defaults[name] and not present(options):
-            raise ValueError(f"{name}={value!r} has no effect without {needed}: set that, or leave {name} out")
+            raise ValueError(
+                f"{name}={value!r} has no effect without {needed}: set that, or leave {name} out"
+            )
 
 # %% ../../nbs/training/10_options.ipynb #d6794490
 @dataclass(kw_only=True)
@@ -175,7 +192,10 @@ class PreferenceOptions:
         for name in ("replay_dpo_beta", "simpo_beta"):
             require(self, name, 0.0, math.inf, "must be positive and finite", open_low=True)
         require(self, "simpo_gamma", -math.inf, math.inf, "a margin in nats")
-        others = {"dpo": ("simpo_beta", "simpo_gamma"), "simpo": ("replay_dpo_beta", "replay_length_normalised")}
+        others = {
+            "dpo": ("simpo_beta", "simpo_gamma"),
+            "simpo": ("replay_dpo_beta", "replay_length_normalised"),
+        }
         defaults = {f.name: f.default for f in fields(PreferenceOptions)}
         for name in others[self.dpo_variant]:
             if (value := getattr(self, name)) != defaults[name]:
@@ -192,7 +212,9 @@ RETIRED = {
 
 @dataclass(kw_only=True, eq=True, unsafe_hash=True)
 class LossConfig(HintOptions, PreferenceOptions, PolicyTermOptions):
-    "Weights and options of the three channels; immutable. Invalid values raise ValueError here and nowhere else."
+    """Weights and options of the three channels; immutable. Invalid values raise ValueError here and nowhere
+    else.
+    """
 
     def __post_init__(self) -> None:
         self.check_hint()
@@ -202,7 +224,9 @@ class LossConfig(HintOptions, PreferenceOptions, PolicyTermOptions):
 
     def __setattr__(self, name: str, value: object) -> None:
         if getattr(self, "_frozen", False):
-            raise FrozenInstanceError(f"cannot assign to {name!r}: use dataclasses.replace(config, {name}=...)")
+            raise FrozenInstanceError(
+                f"cannot assign to {name!r}: use dataclasses.replace(config, {name}=...)"
+            )
         object.__setattr__(self, name, value)
 
     @classmethod
@@ -228,7 +252,9 @@ def refuse_unknown(options: Any, known: set[str]) -> None:
             raise TypeError(f"{name} was retired; use {RETIRED[name]}")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            raise TypeError(f"unknown loss option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise TypeError(
+                f"unknown loss option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
 
 # %% ../../nbs/training/10_options.ipynb #26cdf69b
 PRESETS: dict[str, dict[str, Any]] = {

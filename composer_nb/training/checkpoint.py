@@ -41,7 +41,9 @@ def write_state(folder: Path, state: ChannelState, average: dict[str, Tensor] | 
     write_text(folder / STATE_FILE, json.dumps(asdict(state)))
 
 
-def read_state(folder: Path, mine: ChannelState, *, needs_base: bool) -> tuple[ChannelState, dict[str, Tensor]]:
+def read_state(
+    folder: Path, mine: ChannelState, *, needs_base: bool
+) -> tuple[ChannelState, dict[str, Tensor]]:
     """State and average of a checkpoint. Raises ValueError where it was trained with another teacher, or
     (`needs_base`: a frozen teacher or DPO's reference depends on it) from other initial weights.
     """
@@ -51,7 +53,9 @@ def read_state(folder: Path, mine: ChannelState, *, needs_base: bool) -> tuple[C
         raise ValueError(f"{folder.name} has no {STATE_FILE}: {said}")
     found = ChannelState(**json.loads(path.read_text()))
     if found.teacher != mine.teacher:
-        raise ValueError(f"the checkpoint was trained with teacher={found.teacher!r}, not {mine.teacher!r}: pass the same")
+        raise ValueError(
+            f"the checkpoint was trained with teacher={found.teacher!r}, not {mine.teacher!r}: pass the same"
+        )
     if needs_base and found.base != mine.base:
         raise ValueError(
             "the frozen teacher and DPO's reference are the model before training: build the trainer from the same "

@@ -70,8 +70,12 @@ class PolicyChoices:
     "What channel 1 has beyond TRL's own loss."
 
     kl_estimator: KLEstimator = option("k3", "of the KL that `beta` weighs; k3 is TRL's own")
-    advantages: Literal["trl", "rloo"] = option("trl", "rloo: less the mean of the other answers of the group")
-    policy_loss: Literal["trl", "dppo"] = option("trl", "dppo: masked by difference of probability, not clipped")
+    advantages: Literal["trl", "rloo"] = option(
+        "trl", "rloo: less the mean of the other answers of the group"
+    )
+    policy_loss: Literal["trl", "dppo"] = option(
+        "trl", "dppo: masked by difference of probability, not clipped"
+    )
     share_prefixes: bool = option(True, "compute prompts that samples have in common once")
 
     def check_choices(self) -> None:
@@ -88,9 +92,13 @@ class ScheduleOptions:
     alpha_until: float = option(1.0, "share of the run at which alpha_sdpo reaches 0")
     beta_schedule: Schedule = option("constant", "of beta_replay")
     beta_until: float = option(1.0, "share of the run at which beta_replay reaches 0")
-    taid_schedule: Literal["none", "linear", "adaptive"] = option("none", "of taid_t, with sdpo_wrapper='taid'")
+    taid_schedule: Literal["none", "linear", "adaptive"] = option(
+        "none", "of taid_t, with sdpo_wrapper='taid'"
+    )
     pairs_per_step: int | None = option(None, "pairs per process and optimizer step; default: the batch size")
-    grad_norm_steps: int = option(0, "measure the channels' own gradients every so many steps: a backward pass each")
+    grad_norm_steps: int = option(
+        0, "measure the channels' own gradients every so many steps: a backward pass each"
+    )
     dark_steps: int = option(10, "steps a weighted channel may score nothing before a warning")
 
     def check_schedules(self) -> None:
@@ -106,7 +114,9 @@ class ScheduleOptions:
 
 # %% ../../nbs/training/30_configuration.ipynb #7494c31c
 @dataclass
-class ComposerConfig(ScheduleOptions, PolicyChoices, TeacherOptions, PreferenceOptions, HintOptions, GRPOConfig):
+class ComposerConfig(
+    ScheduleOptions, PolicyChoices, TeacherOptions, PreferenceOptions, HintOptions, GRPOConfig
+):
     """TRL's `GRPOConfig` and the fields above. Weights default to those of the preset `seed`.
 
     Raises ValueError for values and combinations that make no sense or would have no effect.
@@ -135,15 +145,23 @@ class ComposerConfig(ScheduleOptions, PolicyChoices, TeacherOptions, PreferenceO
         found["beta_replay"] = scheduled(self.beta_replay, self.beta_schedule, self.beta_until, progress)
         if self.taid_schedule != "none":
             if self.sdpo_wrapper != "taid" or self.taid_t is not None:
-                raise ValueError("taid_schedule sets taid_t: it needs sdpo_wrapper='taid', and no taid_t of your own")
+                raise ValueError(
+                    "taid_schedule sets taid_t: it needs sdpo_wrapper='taid', and no taid_t of your own"
+                )
             found["taid_t"] = 0.4 if taid_t is None else taid_t
         return LossConfig(**found)
 
 # %% ../../nbs/training/30_configuration.ipynb #9d0c79d0
 # What only TRL's own loss reads, and its value there when nothing is asked for.
 _TRL_LOSS_ONLY = {
-    "loss_type": "dapo", "delta": None, "importance_sampling_level": "token", "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None, "entropy_coef": 0.0, "use_adaptive_entropy": False, "beta": 0.0,
+    "loss_type": "dapo",
+    "delta": None,
+    "importance_sampling_level": "token",
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "beta": 0.0,
 }
 
 
@@ -152,22 +170,33 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
     if args.policy_loss == "dppo":
         for name, default in _TRL_LOSS_ONLY.items():
             if (value := getattr(args, name, default)) != default:
-                raise ValueError(f"{name}={value!r} has no effect with policy_loss='dppo': leave one of them out")
+                raise ValueError(
+                    f"{name}={value!r} has no effect with policy_loss='dppo': leave one of them out"
+                )
     if args.kl_estimator != "k3" and args.beta == 0.0:
-        raise ValueError(f"kl_estimator={args.kl_estimator!r} has no effect with beta=0: set beta, the KL's weight")
+        raise ValueError(
+            f"kl_estimator={args.kl_estimator!r} has no effect with beta=0: set beta, the KL's weight"
+        )
     if args.kl_estimator != "k3" and args.use_bias_correction_kl:
         raise ValueError("use_bias_correction_kl corrects TRL's own k3: set kl_estimator='k3'")
     if args.advantages == "rloo" and args.scale_rewards != "none":
-        raise ValueError(f"advantages='rloo' divides by no deviation: set scale_rewards='none', not {args.scale_rewards!r}")
+        raise ValueError(
+            f"advantages='rloo' divides by no deviation: set scale_rewards='none', not {args.scale_rewards!r}"
+        )
 
 # %% ../../nbs/training/30_configuration.ipynb #18657a56
 _TRL_NAMES = {
-    "policy_kind": "loss_type", "epsilon_low": "epsilon", "epsilon_high": "epsilon_high",
-    "max_completion_length": "max_completion_length", "kl_coef": "beta",
+    "policy_kind": "loss_type",
+    "epsilon_low": "epsilon",
+    "epsilon_high": "epsilon_high",
+    "max_completion_length": "max_completion_length",
+    "kl_coef": "beta",
 }
 
 
-def adopt(args: GRPOConfig, options: Mapping[str, Any], loss_config: LossConfig | None = None) -> ComposerConfig:
+def adopt(
+    args: GRPOConfig, options: Mapping[str, Any], loss_config: LossConfig | None = None
+) -> ComposerConfig:
     """A `ComposerConfig` with what `args` holds, the options of `loss_config`, and `options` on top; checked.
 
     Raises TypeError for unknown and retired names and for those that are TRL's.
@@ -178,7 +207,11 @@ def adopt(args: GRPOConfig, options: Mapping[str, Any], loss_config: LossConfig 
     if isinstance(args, ComposerConfig) and not options and loss_config is None:
         return args
     found = copy.copy(args)
-    own = {f.name: f.default for f in fields(ComposerConfig) if f.name not in {g.name for g in fields(GRPOConfig)}}
+    own = {
+        f.name: f.default
+        for f in fields(ComposerConfig)
+        if f.name not in {g.name for g in fields(GRPOConfig)}
+    }
     given = own if not isinstance(args, ComposerConfig) else {}
     found.__class__ = ComposerConfig
     vars(found).update(given | ({} if loss_config is None else from_loss_config(loss_config)) | dict(options))
@@ -193,4 +226,6 @@ def from_loss_config(config: LossConfig) -> dict[str, Any]:
         if (value := getattr(config, name)) != getattr(default, name):
             field = _TRL_NAMES.get(name, name)
             raise TypeError(f"{name}={value!r}: channel 1 is TRL's own loss; set ComposerConfig({field}=...)")
-    return {f.name: getattr(config, f.name) for group in (HintOptions, PreferenceOptions) for f in fields(group)}
+    return {
+        f.name: getattr(config, f.name) for group in (HintOptions, PreferenceOptions) for f in fields(group)
+    }

@@ -43,7 +43,9 @@ def columns_of(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def ask(
     function: FeedbackFunc, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
 ) -> list[Feedback | None]:
-    "What `function` says of each completion; None where it has no hint. Raises ValueError for a wrong number of answers."
+    """What `function` says of each completion; None where it has no hint. Raises ValueError for a wrong
+    number of answers.
+    """
     answers = function(prompts=prompts, completions=completions, **columns)
     if inspect.isawaitable(answers):
         answers = asyncio.run(_awaited(answers))
@@ -83,7 +85,9 @@ class HintRows:
 
 @dataclass(frozen=True)
 class Placer:
-    "How hints are put into contexts: tokenizer, place, keywords of the chat template, longest context the model reads."
+    """How hints are put into contexts: tokenizer, place, keywords of the chat template, longest context the
+    model reads.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     placement: Placement = "above"
@@ -95,7 +99,9 @@ class Placer:
         hinted = replace(rollout, hint=feedback.hint, site=feedback.site, site_context=context)
         found = align(self.tokenizer, hinted, placement=self.placement, **(self.template or {}))
         if self.longest and len(found.teacher_ids) > self.longest:
-            raise ValueError(f"{len(found.teacher_ids)} tokens with the hint, and the model reads {self.longest}")
+            raise ValueError(
+                f"{len(found.teacher_ids)} tokens with the hint, and the model reads {self.longest}"
+            )
         return found
 
 # %% ../../nbs/training/31_feedback.ipynb #cae68828
@@ -125,7 +131,9 @@ def hint_rows(
                 unplaced[row] = str(error)
         aligned.append(found)
     pad = placer.tokenizer.pad_token_id
-    fields = teacher_rows(rollouts, aligned, Padding("right", placer.tokenizer.eos_token_id if pad is None else pad), moved)
+    fields = teacher_rows(
+        rollouts, aligned, Padding("right", placer.tokenizer.eos_token_id if pad is None else pad), moved
+    )
     device = output["prompt_ids"].device
     fields = {name: value.to(device) for name, value in fields.items()}
     assert_aligned(joined(output) | fields, placer.tokenizer)
@@ -135,4 +143,7 @@ def hint_rows(
 def joined(output: Mapping[str, Tensor]) -> ComposerBatch:
     "Prompt and completion side by side, (B, P + C): `input_ids` and `attention_mask`."
     parts = {"input_ids": "ids", "attention_mask": "mask"}
-    return {name: torch.cat([output[f"prompt_{p}"], output[f"completion_{p}"]], dim=1) for name, p in parts.items()}
+    return {
+        name: torch.cat([output[f"prompt_{p}"], output[f"completion_{p}"]], dim=1)
+        for name, p in parts.items()
+    }

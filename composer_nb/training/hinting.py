@@ -21,7 +21,7 @@ from ..forward.sharing import shared_forward_pass
 from ..forward.states import causal_lm, eval_mode
 from ..loss.channels import distillation_count
 from ..self_teacher import SelfTeacher
-from .feedback import Feedback, Placer, ask, columns_of, hint_rows, joined
+from .feedback import Placer, ask, columns_of, hint_rows, joined
 from .lift import teacher_lift
 from .policy_terms import PolicyTermTrainer
 
@@ -40,7 +40,9 @@ def refuse_hint_settings(trainer: Any) -> None:
             "channel 2 divides by the compared tokens of a whole optimizer step"
         )
     funcs = trainer.reward_funcs
-    plain = all(callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in funcs)
+    plain = all(
+        callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in funcs
+    )
     single = not (trainer.use_vllm or trainer.tools or trainer.rollout_func or trainer.environment_factories)
     if args.lift_steps and not (plain and single):
         raise ValueError(
@@ -64,8 +66,8 @@ def require_conversations(dataset: Any) -> None:
 
 # %% ../../nbs/training/39_hinting.ipynb #c8753c95
 def count_windows(batches: Sequence[dict[str, Any]], window: int, count: Any, gather: Any) -> None:
-    """Put `sdpo_count` into each micro-batch: what `count` finds compared in its window, summed by `gather` over
-    processes.
+    """Put `sdpo_count` into each micro-batch: what `count` finds compared in its window, summed by `gather`
+    over processes.
     """
     for start in range(0, len(batches), window):
         group = batches[start : start + window]
@@ -96,7 +98,9 @@ class HintTrainer(PolicyTermTrainer):
     teacher: SelfTeacher | None = None
     feedback_func: Any = None
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.teacher is not None and self.model.training:
             self._rewarded = (inputs, prompts, completions)
@@ -115,20 +119,30 @@ class HintTrainer(PolicyTermTrainer):
     def _hint_fields(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
         "Teacher rows of the batch, and what is logged of them."
         if "pixel_values" in output:
-            raise ValueError("channel 2 reads text only: the teacher would not see the images. Set alpha_sdpo=0")
+            raise ValueError(
+                "channel 2 reads text only: the teacher would not see the images. Set alpha_sdpo=0"
+            )
         found = hint_rows(output, *self._rewarded[1:], self._feedback, self._placer())
-        self._record(sdpo__hinted_fraction=len(set(compared_rows(found.fields).tolist())) / len(output["prompt_ids"]))
+        self._record(
+            sdpo__hinted_fraction=len(set(compared_rows(found.fields).tolist())) / len(output["prompt_ids"])
+        )
         if found.unplaced:
             self._record(sdpo__unplaced=len(found.unplaced))
             why = next(iter(found.unplaced.values()))
-            self.report.tell("unplaced", f"{len(found.unplaced)} hints could not be placed and were left out: {why}")
+            self.report.tell(
+                "unplaced", f"{len(found.unplaced)} hints could not be placed and were left out: {why}"
+            )
         due = self.args.lift_steps and self.state.global_step % self.args.lift_steps == 0
         if due and found.fields and bool(found.fields["sdpo_loss_mask"].any()):
             self._measure_lift(joined(output) | found.fields)
         return found.fields
 
     def _placer(self) -> Placer:
-        template = {"chat_template": self.chat_template, "tools": self.tools or None, **self.chat_template_kwargs}
+        template = {
+            "chat_template": self.chat_template,
+            "tools": self.tools or None,
+            **self.chat_template_kwargs,
+        }
         longest = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         return Placer(self._text_tokenizer(), self.args.placement, template, longest)
 
@@ -136,7 +150,8 @@ class HintTrainer(PolicyTermTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self.teacher is not None and "sdpo_count" not in inputs:
             count = lambda batch: distillation_count(compared_rows(batch), self.loss_config)  # noqa: E731
-            gather = lambda n: self.accelerator.gather(torch.tensor(n, device=self.accelerator.device)).sum()  # noqa: E731
+            # noqa: E731
+            gather = lambda n: self.accelerator.gather(torch.tensor(n, device=self.accelerator.device)).sum()
             count_windows(self._buffered_inputs, self.args.gradient_accumulation_steps, count, gather)
         return inputs
 
@@ -158,14 +173,20 @@ def what_texts_say(trainer: HintTrainer, output: dict[str, Tensor]) -> dict[str,
     "Hesitation in the completions, and how much of a hint they repeat."
     tokenizer, mask = trainer._text_tokenizer(), output["completion_mask"].bool()
     sampled = mask & output["tool_mask"].bool() if "tool_mask" in output else mask
-    ids = output["completion_ids"].masked_fill(~sampled, tokenizer.pad_token_id)  # what tools said is not the policy's
+    ids = output["completion_ids"].masked_fill(
+        ~sampled, tokenizer.pad_token_id
+    )  # what tools said is not the policy's
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     found = {"policy__hesitation_rate": hesitation_rate(texts)}
-    hinted = [row for row, said in enumerate(trainer._feedback) if said] if trainer.teacher is not None else []
+    hinted = (
+        [row for row, said in enumerate(trainer._feedback) if said] if trainer.teacher is not None else []
+    )
     if hinted:
         prompts = tokenizer.batch_decode(output["prompt_ids"][hinted], skip_special_tokens=True)
         hints = [trainer._feedback[row].hint for row in hinted]
-        found["sdpo__hint_leak_rate"] = hint_leak_rate(hints, [texts[row] for row in hinted], contexts=prompts)
+        found["sdpo__hint_leak_rate"] = hint_leak_rate(
+            hints, [texts[row] for row in hinted], contexts=prompts
+        )
     return found
 
 
@@ -178,13 +199,21 @@ def fresh_reward(trainer: HintTrainer, rows: Sequence[int], answers: Sequence[li
     silent = {"trainer_state": trainer.state, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     total = torch.zeros(len(rows))
     for weight, function in zip(trainer.reward_weights.tolist(), trainer.reward_funcs):
-        found = function(prompts=[prompts[row] for row in rows], completions=said, completion_ids=answers, **columns, **silent)
+        found = function(
+            prompts=[prompts[row] for row in rows],
+            completions=said,
+            completion_ids=answers,
+            **columns,
+            **silent,
+        )
         total += weight * torch.tensor([0.0 if reward is None else float(reward) for reward in found])
     return total
 
 # %% ../../nbs/training/39_hinting.ipynb #90735b10
 @torch.no_grad()
-def credited_advantages(trainer: HintTrainer, inputs: Mapping[str, Tensor]) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
+def credited_advantages(
+    trainer: HintTrainer, inputs: Mapping[str, Tensor]
+) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
     "Advantages per token: on hinted turns their size follows the teacher, elsewhere they stay."
     advantages, mix = inputs["advantages"], rlsd_mix(
         trainer.state.global_step, start=trainer.args.rlsd, decay_steps=trainer.args.rlsd_steps)  # fmt: skip
@@ -192,7 +221,10 @@ def credited_advantages(trainer: HintTrainer, inputs: Mapping[str, Tensor]) -> F
         return advantages
     width, whole = inputs["prompt_ids"].shape[1], joined(inputs)
     batch, column = inputs["sdpo_loss_mask"].nonzero(as_tuple=True)
-    at, teacher_at = inputs["student_response_idx"][batch, column], inputs["teacher_response_idx"][batch, column]
+    at, teacher_at = (
+        inputs["student_response_idx"][batch, column],
+        inputs["teacher_response_idx"][batch, column],
+    )
     ids, rows = whole["input_ids"][batch, at], torch.unique(batch)
     place, order = torch.searchsorted(rows, batch), (batch, at - width)
     sides = inputs["ctx_teacher_input_ids"][rows], inputs["ctx_teacher_attention_mask"][rows]
@@ -207,6 +239,8 @@ def credited_advantages(trainer: HintTrainer, inputs: Mapping[str, Tensor]) -> F
         if old is None:
             now = shared_forward_pass(trainer.model, whole["input_ids"], whole["attention_mask"])
             old = grid(now.logits(batch, at))
-    mask = torch.zeros_like(inputs["completion_ids"], dtype=torch.bool).index_put(order, torch.tensor(True, device=at.device))
+    mask = torch.zeros_like(inputs["completion_ids"], dtype=torch.bool).index_put(
+        order, torch.tensor(True, device=at.device)
+    )
     credited = rlsd_advantages(advantages, grid(hinted), old, mask, mix=mix)
     return torch.where(mask, credited, advantages.unsqueeze(1).to(credited.dtype))

@@ -33,7 +33,9 @@ def contexts_of(batch: ComposerBatch) -> tuple[list[int], list[list[int]], list[
 
 
 @torch.no_grad()
-def sampled_answers(model: nn.Module, contexts: Sequence[list[int]], pad_id: int, **options: Any) -> list[list[int]]:
+def sampled_answers(
+    model: nn.Module, contexts: Sequence[list[int]], pad_id: int, **options: Any
+) -> list[list[int]]:
     "One fresh answer for each context, as token ids; `options` go to `generate`."
     ids, mask = Padding("left", pad_id)(contexts)
     device = next(model.parameters()).device
@@ -45,12 +47,18 @@ Reward = Callable[[Sequence[int], Sequence[list[int]]], Tensor]
 
 
 def teacher_lift(
-    batch: ComposerBatch, teacher: Any, student: Any, reward: Reward, pad_id: int, device: torch.device, **options: Any
+    batch: ComposerBatch,
+    teacher: Any,
+    student: Any,
+    reward: Reward,
+    pad_id: int,
+    device: torch.device,
+    **options: Any,
 ) -> float:
     """Mean reward of fresh answers with the hint minus without, on the hinted rows of `batch`.
 
-    `teacher` and `student` are context managers of modules, `reward(rows, answers)` gives one number for each. The
-    caller's random state is left as it was.
+    `teacher` and `student` are context managers of modules, `reward(rows, answers)` gives one number for
+    each. The caller's random state is left as it was.
     """
     rows, hinted, bare = contexts_of(batch)
     means = []

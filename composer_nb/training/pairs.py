@@ -41,7 +41,9 @@ def _text(answer: str | list[dict[str, str]]) -> str:
 def pairs_of_step(
     pairs: Sequence[DPOPair], step: int, count: int, *, seed: int = 0, rank: int = 0, world: int = 1
 ) -> list[DPOPair]:
-    "The `count` pairs that process `rank` of `world` takes at an optimizer step: a function of seed and step alone."
+    """The `count` pairs that process `rank` of `world` takes at an optimizer step: a function of seed and
+    step alone.
+    """
     first, picked = (step * world + rank) * count, []
     for number in range(first, first + count):
         epoch, place = divmod(number, len(pairs))

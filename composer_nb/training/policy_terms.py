@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..core import KLEstimator
 from ..policy import dppo_loss, kl_penalty
 from .sharing import PrefixSharingTrainer
 
@@ -45,7 +44,9 @@ class Reduction:
         elif self.loss_type == "luspo":
             mean = summed.mean()
         else:
-            raise ValueError(f"loss_type={self.loss_type!r}: its reduction is not known here; set kl_estimator='k3'")
+            raise ValueError(
+                f"loss_type={self.loss_type!r}: its reduction is not known here; set kl_estimator='k3'"
+            )
         return mean / self.accumulation
 
 # %% ../../nbs/training/34_policy_terms.ipynb #42924d98
@@ -97,11 +98,17 @@ class PolicyTermTrainer(PrefixSharingTrainer):
         old = new.detach() if old is None else old
         high = self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
         items = self._reduction(inputs).items
-        return dppo_loss(new, old, inputs["advantages"], mask, low=self.args.epsilon, high=high, denominator=items).loss
+        return dppo_loss(
+            new, old, inputs["advantages"], mask, low=self.args.epsilon, high=high, denominator=items
+        ).loss
 
 # %% ../../nbs/training/34_policy_terms.ipynb #99706cad
 def rloo_factor(group: int) -> float:
-    "What turns a reward's difference to the mean of its group into that to the mean of the others. Needs two answers."
+    """What turns a reward's difference to the mean of its group into that to the mean of the others. Needs
+    two answers.
+    """
     if group < 2:
-        raise ValueError(f"a group of {group} has no others: advantages='rloo' needs num_generations of at least 2")
+        raise ValueError(
+            f"a group of {group} has no others: advantages='rloo' needs num_generations of at least 2"
+        )
     return group / (group - 1)

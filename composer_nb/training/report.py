@@ -62,7 +62,9 @@ class StepReport:
         self.watch = SeriesWatch(self.tell)
 
     def add(self, parts: LossComponents, share: float) -> None:
-        "One micro-batch; replay's metrics are means over its pairs, `share` is the part of the step that these are."
+        """One micro-batch; replay's metrics are means over its pairs, `share` is the part of the step that
+        these are.
+        """
         counted = {"sdpo": "tokens", "replay": "pairs"}
         for name, loss in parts.lit.items():
             self.sums[f"{name}__loss"] += loss.item()
@@ -83,7 +85,9 @@ class StepReport:
             warnings.warn(sentence, stacklevel=3)
 
     def flush(self, device: torch.device) -> dict[str, float]:
-        "The step's line: means over processes, sums for counts, norms and cosines of the channels' own gradients."
+        """The step's line: means over processes, sums for counts, norms and cosines of the channels' own
+        gradients.
+        """
         names = sorted(self.sums)
         means = self.mean(torch.tensor([self.sums[name] for name in names], device=device)).tolist()
         over = {name: self.processes if name.endswith(("tokens", "pairs")) else 1 for name in names}
@@ -97,7 +101,9 @@ class StepReport:
         self.gradients.clear()
         return step
 
-    def look_for_dark(self, step: int, weights: Mapping[str, float], line: Mapping[str, float], reasons: Mapping[str, str]) -> None:
+    def look_for_dark(
+        self, step: int, weights: Mapping[str, float], line: Mapping[str, float], reasons: Mapping[str, str]
+    ) -> None:
         "Warn once when a weighted channel has scored nothing for `dark_steps` steps, with the reason."
         scored = {"sdpo": line.get("sdpo__tokens", 0), "replay": line.get("replay__pairs", 0)}
         for name, weight in weights.items():

@@ -18,7 +18,14 @@ __all__ = ['TRL_SEAMS', 'TRL_CALLED', 'TRL_ATTRIBUTES', 'moved_seams', 'require_
 TRL_SEAMS: dict[str, tuple[str, ...]] = {
     "_prepare_inputs": ("self", "generation_batch"),
     "_generate_and_score_completions": ("self", "inputs"),
-    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
+    "_generate_single_turn": (
+        "self",
+        "prompt_ids",
+        "images",
+        "multimodal_fields",
+        "num_generations",
+        "has_tool_images",
+    ),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "_save_checkpoint": ("self", "model", "trial"),
@@ -27,9 +34,24 @@ TRL_SEAMS: dict[str, tuple[str, ...]] = {
 # Called through, whatever its arguments: only its name and what it returns matter.
 TRL_CALLED = ("_get_per_token_logps_and_entropies",)
 TRL_ATTRIBUTES = (
-    "_buffered_inputs", "_step", "_metrics", "chat_template", "chat_template_kwargs", "tools",
-    "environment_factories", "rollout_func", "generation_config", "use_vllm", "reward_funcs", "temperature", "beta",
-    "_entropy_bonus_enabled", "aux_loss_enabled", "num_generations", "top_entropy_quantile", "loss_type",
+    "_buffered_inputs",
+    "_step",
+    "_metrics",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+    "environment_factories",
+    "rollout_func",
+    "generation_config",
+    "use_vllm",
+    "reward_funcs",
+    "temperature",
+    "beta",
+    "_entropy_bonus_enabled",
+    "aux_loss_enabled",
+    "num_generations",
+    "top_entropy_quantile",
+    "loss_type",
 )
 
 
@@ -41,9 +63,13 @@ def moved_seams(trainer_class: type = GRPOTrainer) -> list[str]:
         found = tuple(inspect.signature(method).parameters) if method else None
         if found is None or expected not in (None, found):
             moved.append(f"{name}: expected {expected}, found {found}")
-    sources = "".join(map(_source, (c for c in trainer_class.__mro__ if c.__module__.startswith(("trl", "transformers")))))
+    sources = "".join(
+        map(_source, (c for c in trainer_class.__mro__ if c.__module__.startswith(("trl", "transformers"))))
+    )
     if trainer_class.loss_is_scaled_for_ga is not True:
-        moved.append("loss_is_scaled_for_ga: the loss would be divided by the accumulation steps a second time")
+        moved.append(
+            "loss_is_scaled_for_ga: the loss would be divided by the accumulation steps a second time"
+        )
     gone = [name for name in TRL_ATTRIBUTES if not re.search(rf"self\.{name}\b", sources)]
     return moved + [f"{name}: no longer used by {trainer_class.__name__}" for name in gone]
 

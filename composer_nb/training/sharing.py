@@ -32,7 +32,9 @@ def regrouped(batches: Sequence[dict[str, Any]], window: int) -> list[dict[str, 
         group = batches[start : start + window]
         prompts = torch.cat([batch["prompt_ids"] for batch in group]).tolist()
         order = torch.tensor(sorted(range(len(prompts)), key=prompts.__getitem__))
-        whole = {name: _joined(name, group)[order.to(_joined(name, group).device)] for name in _rowwise(group[0])}
+        whole = {
+            name: _joined(name, group)[order.to(_joined(name, group).device)] for name in _rowwise(group[0])
+        }
         size = len(prompts) // len(group)
         for i, batch in enumerate(group):
             found.append(batch | {name: value[i * size : (i + 1) * size] for name, value in whole.items()})
@@ -49,12 +51,15 @@ def _joined(name: str, group: Sequence[dict[str, Any]]) -> Tensor:
 
 def _plain(batch: dict[str, Any]) -> bool:
     rows = len(batch["prompt_ids"])
-    single = lambda v: v is None or isinstance(v, int | float) or (isinstance(v, Tensor) and v.dim() == 0)  # noqa: E731
+    # noqa: E731
+    single = lambda v: v is None or isinstance(v, int | float) or (isinstance(v, Tensor) and v.dim() == 0)
     return all(single(value) or isinstance(value, Tensor) and len(value) == rows for value in batch.values())
 
 # %% ../../nbs/training/33_sharing.ipynb #44d01897
 class PrefixSharingTrainer(GRPOTrainer):
-    "GRPOTrainer that computes common prefixes once where `args.share_prefixes` says so and the model allows it."
+    """GRPOTrainer that computes common prefixes once where `args.share_prefixes` says so and the model
+    allows it.
+    """
 
     _told: frozenset[str] = frozenset()
 

@@ -42,7 +42,9 @@ __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'ChannelS
 def kept_states(model: nn.Module) -> Iterator[list[Tensor]]:
     "Keeps what the model's body returns inside."
     kept: list[Tensor] = []
-    hook = causal_lm(model).base_model.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+    hook = causal_lm(model).base_model.register_forward_hook(
+        lambda module, args, output: kept.append(output[0])
+    )
     try:
         yield kept
     finally:
@@ -110,10 +112,18 @@ class ChannelSetup(HintTrainer):
             said = "this model's logits are not its head applied to its body"
             warnings.warn(f"{said}: channels 2 and 3 take full logits, which costs memory", stacklevel=3)
         if self.pairs and self.args.dpo_variant == "dpo":
-            cache = ReferenceCache(Path(self.args.output_dir) / "reference_logprobs") if cache is None else cache
+            cache = (
+                ReferenceCache(Path(self.args.output_dir) / "reference_logprobs") if cache is None else cache
+            )
             with self.accelerator.autocast():
                 self.pairs = cached_reference_logprobs(
-                    self.model, self.pairs, self._collate, cache=cache, progress=not self.args.disable_tqdm)  # fmt: skip
+                    # fmt: skip
+                    self.model,
+                    self.pairs,
+                    self._collate,
+                    cache=cache,
+                    progress=not self.args.disable_tqdm,
+                )
 
 
 TRL_KEYWORDS = frozenset(
@@ -125,11 +135,11 @@ TRL_KEYWORDS = frozenset(
 class ComposerReplicationTrainer(ChannelSetup):
     """TRL's GRPO plus hint self-distillation (`alpha_sdpo`) and trace-replay preferences (`beta_replay`).
 
-    TRL's own signature; `args` is a `ComposerConfig` (a `GRPOConfig` and options as keywords are accepted too).
-    Channel 2 needs `feedback_func` and conversational prompts; channel 3 needs `preference_dataset` (DPOPairs, or
-    rows with the columns state_messages/prompt, chosen, rejected). Logs land under `policy/`, `sdpo/` and
-    `replay/`, one value per optimizer step. `reference_cache` keeps DPO's reference scores (default: in the
-    output folder).
+    TRL's own signature; `args` is a `ComposerConfig` (a `GRPOConfig` and options as keywords are accepted
+    too). Channel 2 needs `feedback_func` and conversational prompts; channel 3 needs `preference_dataset`
+    (DPOPairs, or rows with the columns state_messages/prompt, chosen, rejected). Logs land under
+    `policy/`, `sdpo/` and `replay/`, one value per optimizer step. `reference_cache` keeps DPO's
+    reference scores (default: in the output folder).
     """
 
     @property
@@ -161,8 +171,16 @@ class ComposerReplicationTrainer(ChannelSetup):
         batch = self._channel_batch(inputs)
         with self.accelerator.autocast():
             parts = compose_channels(
-                self.model, student_of(self.model, batch, kept), batch, (policy, 0), self.loss_config,
-                teacher=self.teacher, counts=self._counts(inputs), sampling_temperature=self.temperature)  # fmt: skip
+                self.model,
+                student_of(self.model, batch, kept),
+                batch,
+                (policy, 0),
+                self.loss_config,
+                # fmt: skip
+                teacher=self.teacher,
+                counts=self._counts(inputs),
+                sampling_temperature=self.temperature,
+            )
         return self._reported(parts, inputs)
 
     def _channel_batch(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -181,7 +199,9 @@ class ComposerReplicationTrainer(ChannelSetup):
         return batch
 
     def _counts(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        "Counts of the optimizer step; DDP averages over processes, so a global count is divided by their number."
+        """Counts of the optimizer step; DDP averages over processes, so a global count is divided by their
+        number.
+        """
         counts = {"replay": self.pairs_per_step}
         if "sdpo_count" in inputs:
             counts["sdpo"] = inputs["sdpo_count"] / self.accelerator.num_processes
@@ -190,7 +210,8 @@ class ComposerReplicationTrainer(ChannelSetup):
     def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
         "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
         total, every = parts.total, self.args.grad_norm_steps
-        scaled = getattr(self.accelerator, "scaler", None) is not None  # fp16: unscaled gradients would underflow
+        # fp16: unscaled gradients would underflow
+        scaled = getattr(self.accelerator, "scaler", None) is not None
         if every and self.state.global_step % every == 0 and not scaled:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             still = () if self._policy_moves(inputs) else ("policy",)
@@ -216,7 +237,11 @@ class ComposerReplicationTrainer(ChannelSetup):
         self._look_for_dark(line)
 
     def _look_for_dark(self, line: dict[str, float]) -> None:
-        hints = "no feedback_func was given" if self.feedback_func is None else "the feedback held no hint for any sampled turn"
+        hints = (
+            "no feedback_func was given"
+            if self.feedback_func is None
+            else "the feedback held no hint for any sampled turn"
+        )
         pairs = "no preference_dataset was given" if not self.pairs else "no pair fell into a micro-batch"
         config = self.loss_config
         weights = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
@@ -234,7 +259,9 @@ class ComposerReplicationTrainer(ChannelSetup):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if (self.teacher is not None or self.pairs) and self.args.should_save:
-            write_state(folder, self._state(), self.teacher.state_dict() if self.teacher is not None else None)
+            write_state(
+                folder, self._state(), self.teacher.state_dict() if self.teacher is not None else None
+            )
         super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
