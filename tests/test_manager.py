@@ -42,6 +42,8 @@ from composer_nb.diloco.manager import (
     rank_order_average,
 )
 from composer_nb.diloco.payload import PayloadRef, write_payload
+from composer_nb.diloco.records import Offer, Record, chained, decode_record, encode_record
+from composer_nb.diloco.run_log import Behind, LostPayload
 from composer_nb.diloco.store import BucketUnavailable, open_bucket
 from composer_nb.drills.damage import damage
 from composer_nb.drills.torchft_oracle import CASES, batches, build, cut, inner_step, run_torchft, snapshot
@@ -420,6 +422,119 @@ def test_a_record_comes_back_whole():
     for wrong in (b"", b"[]", b"{}", b'{"refs": {}, "metas": {}, "refused": {}}'):
         with pytest.raises(ValueError):
             RoundRecord.from_bytes(wrong)
+
+
+# ---- one form of records, one chain
+
+
+REF = PayloadRef("0" * 64, 9, {"x": ((2,), "float32")})
+KINDS = {
+    RoundRecord: RoundRecord(True, {"op": "mean"}, {0: REF, 11: REF}, {0: None, 11: None}, (), {}, 0, 0.5, 3, "p"),
+    Record: Record(3, 1, (Offer(0, 0, 2, 10, 5, REF, weight=10.0),), 0, {1: "late"}, "p"),
+}
+
+
+def records_of(bucket, name="x", run="run"):
+    keys = bucket.list(f"allreduce/{run}/rounds/{name}/")
+    return [RoundRecord.from_bytes(bucket.get(key)) for key in keys if key.endswith("record.json")]
+
+
+@pytest.mark.parametrize("kind, other", [(Record, RoundRecord), (RoundRecord, Record)])
+def test_a_record_of_one_kind_is_never_taken_for_the_other(kind, other):
+    record = KINDS[kind]
+    assert kind.from_bytes(record.to_bytes()) == record
+    with pytest.raises(ValueError, match=f"its kind is '{kind.kind}', not '{other.kind}'"):
+        other.from_bytes(record.to_bytes())
+    dressed = encode_record(other.kind, 3, "p", json.loads(record.to_bytes()))
+    with pytest.raises(ValueError, match="no record"):
+        other.from_bytes(dressed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shared_decoder_reads_what_either_kind_writes(kind):
+    record, data = KINDS[kind], KINDS[kind].to_bytes()
+    found = decode_record(kind.kind, data, dict)
+    assert (found["round"], found["previous"]) == (record.round, record.previous) == (3, "p")
+    content = {name: value for name, value in found.items() if name not in ("kind", "round", "previous")}
+    assert encode_record(kind.kind, 3, "p", content) == data
+    for change in ({"round": None}, {"round": True}, {"previous": 3}, {"kind": None}):
+        with pytest.raises(ValueError, match="no record"):
+            kind.from_bytes(json.dumps(found | change).encode())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([Record, RoundRecord]), min_size=1, max_size=6), st.data())
+def test_a_chain_breaks_wherever_a_record_is_changed_or_gone(kinds, data):
+    history, head = [], "begin"
+    for number, kind in enumerate(kinds, 1):
+        history.append(replace(KINDS[kind], round=number, previous=head))
+        head = history[-1].digest
+    assert chained(history, "begin") and not chained(history, "end")
+    at = data.draw(st.integers(0, len(history) - 1))
+    assert chained(history[at:], history[at].previous)
+    changed = [*history[:at], replace(history[at], closer=7), *history[at + 1 :]]
+    assert chained(changed, "begin") == (at == len(history) - 1)
+    assert chained([*history[:at], *history[at + 1 :]], "begin") == (at == len(history) - 1)
+
+
+def test_rounds_of_a_name_are_a_chain_also_through_one_that_was_given_up(tmp_path):
+    first, second = (reducer(tmp_path, rank, 2, timeout_s=0.2) for rank in range(2))
+    with pytest.raises(RoundGivenUp):
+        first.allreduce(torch.ones(1), "x")
+    with pytest.raises(RoundGivenUp):
+        second.allreduce(torch.ones(1), "x")
+    both = [first, second]
+    for reduce in both:
+        reduce.options = replace(reduce.options, timeout_s=20.0)
+    assert in_threads(lambda rank: both[rank].allreduce(torch.ones(1), "x").item(), 2) == [1.0, 1.0]
+    history = records_of(open_bucket(tmp_path))
+    assert [record.committed for record in history] == [False, True] and chained(history)
+    assert [record.round for record in history] == [0, 1] and history[1].previous
+
+
+def test_a_rank_that_failed_before_it_read_a_round_takes_the_chain_from_the_bucket(tmp_path):
+    first, second = (reducer(tmp_path, rank, 2, min_ranks=1, grace_s=0.0) for rank in range(2))
+    first.allreduce(torch.ones(1), "x")
+    with pytest.raises(ValueError, match="not finite"):
+        second.allreduce(torch.tensor([torch.nan]), "x")
+    assert second.allreduce(torch.tensor([4.0]), "x") == 4 and first.allreduce(torch.ones(1), "x") == 4
+    history = records_of(open_bucket(tmp_path))
+    assert [record.closer for record in history] == [0, 1] and chained(history)
+
+
+def test_a_record_of_another_history_is_refused_in_one_line(tmp_path):
+    bucket = open_bucket(tmp_path)
+    first, second = (reducer(tmp_path, rank, 2, min_ranks=1, grace_s=0.0) for rank in range(2))
+    first.allreduce(torch.ones(1), "x")
+    (before,) = records_of(bucket)
+    key = "allreduce/run/rounds/x/00000001/record.json"
+    bucket.put(key, replace(before, round=1, previous="f" * 64).to_bytes())
+    with pytest.raises(Behind) as refused:
+        first.allreduce(torch.ones(1), "x")
+    said = f"its previous is ffffffff, ours {before.digest[:8]}"
+    assert said in str(refused.value) and str(refused.value).startswith("round 1 of 'x' follows another history")
+    assert "\n" not in str(refused.value) and "start this replica again" in str(refused.value)
+    with pytest.raises(ValueError):
+        second.allreduce(torch.tensor([torch.nan]), "x")  # it has read no round, and asks the bucket
+    with pytest.raises(Behind, match=said):
+        second.allreduce(torch.ones(1), "x")
+    bucket.put(key, Record(1, 0, (), 0, {}, before.digest).to_bytes())
+    third = reducer(tmp_path, 0, 2, round_id="third", min_ranks=1, grace_s=0.0)
+    third.allreduce(torch.ones(1), "x")
+    bucket.put(key.replace("run", "third"), Record(1, 0, (), 0, {}, before.digest).to_bytes())
+    with pytest.raises(LostPayload, match="round 1 is damaged .*its kind is 'outer_step', not 'all_reduce'"):
+        third.allreduce(torch.ones(1), "x")
+
+
+def test_what_was_offered_and_refused_is_swept_too(tmp_path):
+    bucket = open_bucket(tmp_path)
+    by_hand(bucket, {"tensor": torch.ones(3)}, rank=1)  # another shape
+    bucket.put("allreduce/run/rounds/x/00000000/offers/00002.json", b"rubbish")
+    reduce = reducer(tmp_path, 0, 3, min_ranks=1, grace_s=0.0)
+    for _ in range(3):
+        reduce.allreduce(torch.ones(1), "x")
+    assert records_of(bucket)[0].round == 1 and not bucket.list("allreduce/run/rounds/x/00000000/")
+    assert len(bucket.list("payload/")) == 2, "of the last two rounds"
 
 
 # ---- time

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import quote
 
 import torch
@@ -23,17 +24,25 @@ from torch import Tensor
 from .average import Op, check_op, rank_order_average
 from .compression import Compressed, compress, decompress
 from .payload import DamagedPayload, PayloadRef, read_payload, spec_of, write_payload
-from .records import plain_spec
-from .run_log import Rounds
+from .records import decode_record, encode_record, plain_spec, record_digest
+from composer_nb.diloco.run_log import (
+    Behind,
+    Rounds,
+    check_previous,
+    keys_by_round,
+    offered_payloads,
+    read_record,
+    sweep_rounds,
+)
 from .store import Bucket, BucketError, BucketUnavailable, KeyNotFound, open_bucket
 
 _T = TypeVar("_T")
 
 # %% auto #0
 __all__ = ['RoundGivenUp', 'RoundRecord', 'form_of', 'common_form', 'form_difference', 'key_part', 'Meeting', 'offer_tensors',
-           'look_at', 'is_due', 'close_meeting', 'put_record', 'left_behind', 'read_offer', 'objection', 'fetch_part',
-           'average_of', 'raise_if_refused', 'sweep_before', 'AllReduceOptions', 'all_reduce_options',
-           'ObjectStoreAllReduce', 'all_reduce', 'meeting_event', 'take_rank']
+           'look_at', 'is_due', 'close_meeting', 'put_record', 'read_decision', 'head_before', 'left_behind',
+           'read_offer', 'objection', 'fetch_part', 'average_of', 'raise_if_refused', 'sweep_before',
+           'AllReduceOptions', 'all_reduce_options', 'ObjectStoreAllReduce', 'all_reduce', 'meeting_event', 'take_rank']
 
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #3940154a
 class RoundGivenUp(TimeoutError):
@@ -44,12 +53,16 @@ class RoundGivenUp(TimeoutError):
         super().__init__(what)
         self.missing = tuple(missing)
 
+
+_PLAIN = ("committed", "form", "closer", "waited_s", "round", "previous")
+
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #3940154a-1
 @dataclass(frozen=True)
 class RoundRecord:
     """What became of a round. `refs` has the ranks that count; `form` is what they sent: names, shapes,
-    dtypes, operation, world size."""
+    dtypes, operation, world size. `previous` is the digest of the record before it under the same name."""
 
+    kind: ClassVar[str] = "all_reduce"
     committed: bool
     form: Mapping[str, Any]
     refs: Mapping[int, PayloadRef]
@@ -58,25 +71,31 @@ class RoundRecord:
     refused: Mapping[int, str]
     closer: int
     waited_s: float
+    round: int = 0
+    previous: str = ""
 
     def to_bytes(self) -> bytes:
-        record = {**vars(self), "refs": {rank: ref.to_dict() for rank, ref in self.refs.items()}}
-        return json.dumps(record, sort_keys=True).encode()
+        content = {name: getattr(self, name) for name in (*_PLAIN, "missing")}
+        for name in ("metas", "refused"):
+            content[name] = {str(rank): value for rank, value in getattr(self, name).items()}
+        content["refs"] = {str(rank): ref.to_dict() for rank, ref in self.refs.items()}
+        return encode_record(self.kind, self.round, self.previous, content)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RoundRecord:
-        "Raises ValueError for bytes that are no record."
-        try:
-            found = json.loads(data)
-            refs = {int(rank): PayloadRef.from_dict(ref) for rank, ref in found.pop("refs").items()}
-            metas = {int(rank): meta for rank, meta in found.pop("metas").items()}
-            refused = {int(rank): str(why) for rank, why in found.pop("refused").items()}
-            return cls(
-                **found
-                | {"refs": refs, "metas": metas, "refused": refused, "missing": tuple(found["missing"])}
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no record of a round: {type(error).__name__} {error}") from error
+        "Raises ValueError for bytes that are no record of an all-reduce."
+        def build(found: dict[str, Any]) -> RoundRecord:
+            refs = {int(rank): PayloadRef.from_dict(ref) for rank, ref in found["refs"].items()}
+            metas = {int(rank): meta for rank, meta in found["metas"].items()}
+            refused = {int(rank): str(why) for rank, why in found["refused"].items()}
+            plain = {name: found[name] for name in _PLAIN}
+            return cls(**plain, refs=refs, metas=metas, refused=refused, missing=tuple(found["missing"]))
+
+        return decode_record(cls.kind, data, build)
+
+    @property
+    def digest(self) -> str:
+        return record_digest(self.to_bytes())
 
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #0530ca7c
 def form_of(
@@ -187,7 +206,7 @@ def look_at(meeting: Meeting) -> RoundRecord | None:
     keys = meeting.bucket.list(rounds.folder + "/")
     closed, ranks = rounds.look(number, keys)
     if closed:
-        return RoundRecord.from_bytes(meeting.bucket.get(rounds.record_key(number)))
+        return read_decision(meeting)
     later = any(key > f"{rounds.prefix(number)}~" for key in keys)
     if later and not meeting.bucket.exists(rounds.record_key(number)):
         raise left_behind(meeting)
@@ -229,6 +248,7 @@ def close_meeting(meeting: Meeting, ranks: Iterable[int]) -> RoundRecord | None:
         {rank: offer["meta"] for rank, offer in good.items()},
         tuple(rank for rank in range(owner.world_size) if rank not in offers),
         {rank: why for rank, why in whys.items() if why}, owner.rank, round(waited, 3),
+        meeting.number, head_before(meeting) or "",
     )
     return put_record(meeting, record)
 
@@ -237,7 +257,7 @@ def put_record(meeting: Meeting, record: RoundRecord) -> RoundRecord:
     "Write the record; the record of whoever was first."
     rounds, number = meeting.rounds, meeting.number
     if not rounds.put_record(number, record.to_bytes()):
-        return RoundRecord.from_bytes(meeting.bucket.get(rounds.record_key(number)))
+        return read_decision(meeting)
     if any(other >= rounds.prefix(number + 2) for other in meeting.bucket.list(rounds.folder + "/")):
         # This replica slept: decided, and swept, in the meantime.
         meeting.bucket.delete(rounds.record_key(number))
@@ -245,9 +265,31 @@ def put_record(meeting: Meeting, record: RoundRecord) -> RoundRecord:
     return record
 
 
-def left_behind(meeting: Meeting) -> RuntimeError:
+def read_decision(meeting: Meeting) -> RoundRecord:
+    "The record that somebody has written. Raises Behind where it was swept, or follows another history."
+    record, head = read_record(meeting.rounds, meeting.number, RoundRecord.from_bytes), head_before(meeting)
+    if record is None:
+        raise left_behind(meeting)
+    if head is not None:
+        check_previous(record, head, str(meeting), "start this replica again from the others' state")
+    return record
+
+
+def head_before(meeting: Meeting) -> str | None:
+    """Digest of the record of the round before, as this rank has read it, else as the bucket has it; None
+    where there is no such record. Empty before the first round."""
+    if meeting.number == 0:
+        return ""
+    round, digest = meeting.owner.heads.get(meeting.name, (0, ""))
+    if digest and round == meeting.number - 1:
+        return digest
+    before = read_record(meeting.rounds, meeting.number - 1, RoundRecord.from_bytes)
+    return None if before is None else before.digest
+
+# %% ../../nbs/scaling_out/29_all_reduce.ipynb #fd50035d-0
+def left_behind(meeting: Meeting) -> Behind:
     said = f"{meeting}: the others went on and swept it; rank {meeting.owner.rank} is behind"
-    return RuntimeError(f"{said}, start it again from their state")
+    return Behind(f"{said}, start it again from their state")
 
 
 def read_offer(meeting: Meeting, rank: int) -> dict[str, Any]:
@@ -319,14 +361,10 @@ def raise_if_refused(meeting: Meeting, record: RoundRecord) -> None:
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #f6f3d3fb
 def sweep_before(meeting: Meeting) -> None:
     "Remove rounds that are two or more back: whoever is in this one has read the one before."
-    limit = meeting.rounds.prefix(max(meeting.number - 1, 0)).rstrip("/")
-    with suppress(BucketError, KeyNotFound):
-        for key in meeting.bucket.list(meeting.rounds.folder + "/"):
-            if key < limit:
-                with suppress(ValueError, KeyError, TypeError):
-                    found = json.loads(meeting.bucket.get(key))
-                    meeting.bucket.delete(PayloadRef.from_dict(found["ref"]).key)
-                meeting.bucket.delete(key)
+    rounds = meeting.rounds
+    with suppress(BucketError):
+        old = {round: keys for round, keys in keys_by_round(rounds).items() if round < meeting.number - 1}
+        sweep_rounds(rounds, old, partial(offered_payloads, rounds))
 
 
 def _encode(
@@ -419,6 +457,7 @@ class ObjectStoreAllReduce:
         self.events: list[dict[str, Any]] = []
         self.round_id, self.incarnation = self.options.round_id or "run", uuid.uuid4().hex
         self.folder, self.counts = f"allreduce/{key_part(self.round_id)}", Counter[str]()
+        self.heads: dict[str, tuple[int, str]] = {}
         self.bucket, self.lock, self.stopped = None, threading.Lock(), threading.Event()
 
     def allreduce(self, tensor: Tensor, name: str, *, op: Op | None = None) -> Tensor:
@@ -459,6 +498,7 @@ def all_reduce(
     meeting = Meeting(owner, bucket, name, number, form_of(mine, op, owner.world_size, quantize, tag))
     offer_tensors(meeting, mine)
     record = meeting.wait()
+    owner.heads[name] = (number, record.digest)
     owner.events.append(meeting_event(meeting, record))
     result = average_of(meeting, record)
     if record.closer == owner.rank:
