@@ -33,6 +33,7 @@ from torch.distributed import ReduceOp
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from composer_nb.diloco import all_reduce as room
+from composer_nb.diloco.all_reduce import replica_number
 from composer_nb.diloco.manager import (
     MockManager,
     ObjectStoreAllReduce,
@@ -41,12 +42,14 @@ from composer_nb.diloco.manager import (
     RoundRecord,
     rank_order_average,
 )
+from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.payload import PayloadRef, write_payload
 from composer_nb.diloco.records import Offer, Record, chained, decode_record, encode_record
 from composer_nb.diloco.run_log import Behind, LostPayload
 from composer_nb.diloco.store import BucketUnavailable, open_bucket
 from composer_nb.drills.damage import damage
 from composer_nb.drills.torchft_oracle import CASES, batches, build, cut, inner_step, run_torchft, snapshot
+from composer_nb.launch.entrypoint import given_or_env
 
 FAST = {"poll_interval_s": 0.02, "timeout_s": 20.0}
 
@@ -280,6 +283,59 @@ def test_rank_and_uri_come_from_where_they_may(tmp_path, monkeypatch):
     monkeypatch.setenv("REPLICA_RANK", "one")
     with pytest.raises(ValueError, match="'one'"):
         ObjectStoreAllReduce(tmp_path)
+
+
+MISTAKES = {
+    "missing": (None, None, "rank is missing"),
+    "negative": (-1, None, "rank -1 is no whole number from 0"),
+    "a flag": (True, None, "rank True is no whole number from 0"),
+    "a fraction": (1.0, None, r"rank 1\.0 is no whole number from 0"),
+    "a word": (None, "one", "rank 'one' is no whole number from 0"),
+    "a sign": (None, "+1", r"rank '\+1' is no whole number from 0"),
+    "a power": (None, "²", "rank '²' is no whole number from 0"),
+    "empty": (None, "", "rank '' is no whole number from 0"),
+}
+
+
+@pytest.mark.parametrize("given, variable, said", MISTAKES.values(), ids=MISTAKES)
+def test_a_wrong_rank_is_told_in_the_same_words_everywhere(tmp_path, monkeypatch, given, variable, said):
+    monkeypatch.delenv("REPLICA_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("REPLICA_RANK", variable)
+    places = {
+        "launch": lambda: given_or_env("rank", given, "REPLICA_RANK"),
+        "diloco": lambda: replica_number("rank", given, "REPLICA_RANK"),
+        "all-reduce": lambda: ObjectStoreAllReduce(tmp_path, given, 2),
+        "manager": lambda: ObjectStoreManager(tmp_path, given, 2),
+        "loop": lambda: make_diloco_outer_loop(rendezvous_uri=tmp_path, rank=given),
+        "lighthouse": lambda: make_diloco_outer_loop(backend="torchft", lighthouse="host:1", rank=given),
+    }
+    words = {}
+    for place, read in places.items():
+        with pytest.raises(ValueError, match=f"^{said}: pass rank=, or start the replica with REPLICA_RANK") as told:
+            read()
+        words[place] = str(told.value)
+    assert len(set(words.values())) == 1, words
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.one_of(st.none(), st.integers(-3, 9), st.booleans(), st.floats(), st.text(max_size=3)),
+    st.one_of(st.none(), st.from_regex(r"[0-9 +-]{0,3}", fullmatch=True)),
+    st.booleans(),
+)
+def test_both_readers_of_a_rank_give_one_answer(given, variable, required):
+    answers = []
+    for read in (given_or_env, replica_number):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("REPLICA_RANK", raising=False)
+            if variable is not None:
+                patch.setenv("REPLICA_RANK", variable)
+            try:
+                answers.append(read("rank", given, "REPLICA_RANK", required=required))
+            except ValueError as error:
+                answers.append(str(error))
+    assert answers[0] == answers[1] and type(answers[0]) is type(answers[1])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from .store import Bucket, open_bucket
 
 # %% auto #0
 __all__ = ['AllReduceOptions', 'all_reduce_options', 'ObjectStoreAllReduce', 'all_reduce', 'meeting_rank', 'meeting_event',
-           'take_rank']
+           'take_rank', 'replica_number']
 
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #1d30b9b7
 _RETIRED = {
@@ -198,29 +198,30 @@ def take_rank(owner: ObjectStoreAllReduce) -> Bucket:
         return owner.bucket
 
 # %% ../../nbs/scaling_out/29_all_reduce.ipynb #d8e410bb-1
+def replica_number(what: str, given: int | None, variable: str, required: bool = True) -> int | None:
+    """The rank or world size that was given, or else the one in an environment variable.
+
+    None where neither is there and it is not `required`. Raises ValueError for what is missing or no whole
+    number from 0.
+    """
+    found = os.environ.get(variable) if given is None else given
+    if found is None and not required:
+        return None
+    if found is None or isinstance(found, bool) or not str(found).isdecimal():
+        said = f"{what} is missing" if found is None else f"{what} {found!r} is no whole number from 0"
+        remedy = f"pass {what}=, or start the replica with {variable} set, as the executors do"
+        raise ValueError(f"{said}: {remedy}")
+    return int(found)
+
+
 def _place(rank: int | None, world_size: int | None, min_ranks: int | None) -> tuple[int, int, int]:
-    rank, world_size = (
-        _whole("rank", rank, "REPLICA_RANK"),
-        _whole("world_size", world_size, "REPLICA_WORLD_SIZE"),
-    )
+    rank = replica_number("rank", rank, "REPLICA_RANK")
+    world_size = replica_number("world_size", world_size, "REPLICA_WORLD_SIZE")
     least = world_size if min_ranks is None else min_ranks
     if not 0 <= rank < world_size or not 1 <= least <= world_size:
         said = f"rank {rank} and min_ranks {least} do not fit world_size {world_size}"
         raise ValueError(f"{said}: ranks count from 0")
     return rank, world_size, least
-
-
-def _whole(what: str, value: int | None, variable: str) -> int:
-    "A whole number, given or from the environment."
-    found = os.environ.get(variable) if value is None else value
-    if found is None:
-        raise ValueError(f"{what} is missing: pass it, or set {variable} as the executors do")
-    try:
-        if isinstance(found, (bool, float)):
-            raise ValueError
-        return int(found)
-    except ValueError:
-        raise ValueError(f"{what} is {found!r}: a whole number") from None
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from .all_reduce import replica_number  # noqa: F401
 from .outer import OuterConfig, due_fragment
 from .records import RunConfig
 from .replica import LoopConfig
 from .store import Bucket, open_bucket
 
 # %% auto #0
-__all__ = ['LoopOptions', 'split_options', 'loop_config', 'run_config', 'opened', 'replica_number']
+__all__ = ['LoopOptions', 'split_options', 'loop_config', 'run_config', 'opened']
 
 # %% ../../nbs/scaling_out/38_loop_options.ipynb #4d4decea
 @dataclass(frozen=True)
@@ -82,14 +83,3 @@ def run_config(options: LoopOptions) -> RunConfig:
 def opened(options: LoopOptions) -> Bucket:
     uri = options.rendezvous_uri
     return uri if isinstance(uri, Bucket) else open_bucket(uri, **(options.storage_options or {}))
-
-
-def replica_number(what: str, given: int | None, variable: str, required: bool = True) -> int | None:
-    "A rank or world size, given or from the environment."
-    found = os.environ.get(variable) if given is None else given
-    if found is None and not required:
-        return None
-    if found is None or not str(found).isdigit():
-        said = f"{what} is {found!r}: pass {what}="
-        raise ValueError(f"{said}, or start the replica with {variable} set, as the executors do")
-    return int(found)
