@@ -33,6 +33,7 @@ from torch.distributed import ReduceOp
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from composer_nb.diloco import all_reduce as room
+from composer_nb.diloco.all_reduce import replica_number
 from composer_nb.diloco.manager import (
     MockManager,
     ObjectStoreAllReduce,
@@ -41,10 +42,14 @@ from composer_nb.diloco.manager import (
     RoundRecord,
     rank_order_average,
 )
+from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.payload import PayloadRef, write_payload
+from composer_nb.diloco.records import Offer, Record, chained, decode_record, encode_record
+from composer_nb.diloco.run_log import Behind, LostPayload
 from composer_nb.diloco.store import BucketUnavailable, open_bucket
 from composer_nb.drills.damage import damage
 from composer_nb.drills.torchft_oracle import CASES, batches, build, cut, inner_step, run_torchft, snapshot
+from composer_nb.launch.entrypoint import given_or_env
 
 FAST = {"poll_interval_s": 0.02, "timeout_s": 20.0}
 
@@ -280,6 +285,59 @@ def test_rank_and_uri_come_from_where_they_may(tmp_path, monkeypatch):
         ObjectStoreAllReduce(tmp_path)
 
 
+MISTAKES = {
+    "missing": (None, None, "rank is missing"),
+    "negative": (-1, None, "rank -1 is no whole number from 0"),
+    "a flag": (True, None, "rank True is no whole number from 0"),
+    "a fraction": (1.0, None, r"rank 1\.0 is no whole number from 0"),
+    "a word": (None, "one", "rank 'one' is no whole number from 0"),
+    "a sign": (None, "+1", r"rank '\+1' is no whole number from 0"),
+    "a power": (None, "²", "rank '²' is no whole number from 0"),
+    "empty": (None, "", "rank '' is no whole number from 0"),
+}
+
+
+@pytest.mark.parametrize("given, variable, said", MISTAKES.values(), ids=MISTAKES)
+def test_a_wrong_rank_is_told_in_the_same_words_everywhere(tmp_path, monkeypatch, given, variable, said):
+    monkeypatch.delenv("REPLICA_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("REPLICA_RANK", variable)
+    places = {
+        "launch": lambda: given_or_env("rank", given, "REPLICA_RANK"),
+        "diloco": lambda: replica_number("rank", given, "REPLICA_RANK"),
+        "all-reduce": lambda: ObjectStoreAllReduce(tmp_path, given, 2),
+        "manager": lambda: ObjectStoreManager(tmp_path, given, 2),
+        "loop": lambda: make_diloco_outer_loop(rendezvous_uri=tmp_path, rank=given),
+        "lighthouse": lambda: make_diloco_outer_loop(backend="torchft", lighthouse="host:1", rank=given),
+    }
+    words = {}
+    for place, read in places.items():
+        with pytest.raises(ValueError, match=f"^{said}: pass rank=, or start the replica with REPLICA_RANK") as told:
+            read()
+        words[place] = str(told.value)
+    assert len(set(words.values())) == 1, words
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.one_of(st.none(), st.integers(-3, 9), st.booleans(), st.floats(), st.text(max_size=3)),
+    st.one_of(st.none(), st.from_regex(r"[0-9 +-]{0,3}", fullmatch=True)),
+    st.booleans(),
+)
+def test_both_readers_of_a_rank_give_one_answer(given, variable, required):
+    answers = []
+    for read in (given_or_env, replica_number):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("REPLICA_RANK", raising=False)
+            if variable is not None:
+                patch.setenv("REPLICA_RANK", variable)
+            try:
+                answers.append(read("rank", given, "REPLICA_RANK", required=required))
+            except ValueError as error:
+                answers.append(str(error))
+    assert answers[0] == answers[1] and type(answers[0]) is type(answers[1])
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -420,6 +478,119 @@ def test_a_record_comes_back_whole():
     for wrong in (b"", b"[]", b"{}", b'{"refs": {}, "metas": {}, "refused": {}}'):
         with pytest.raises(ValueError):
             RoundRecord.from_bytes(wrong)
+
+
+# ---- one form of records, one chain
+
+
+REF = PayloadRef("0" * 64, 9, {"x": ((2,), "float32")})
+KINDS = {
+    RoundRecord: RoundRecord(True, {"op": "mean"}, {0: REF, 11: REF}, {0: None, 11: None}, (), {}, 0, 0.5, 3, "p"),
+    Record: Record(3, 1, (Offer(0, 0, 2, 10, 5, REF, weight=10.0),), 0, {1: "late"}, "p"),
+}
+
+
+def records_of(bucket, name="x", run="run"):
+    keys = bucket.list(f"allreduce/{run}/rounds/{name}/")
+    return [RoundRecord.from_bytes(bucket.get(key)) for key in keys if key.endswith("record.json")]
+
+
+@pytest.mark.parametrize("kind, other", [(Record, RoundRecord), (RoundRecord, Record)])
+def test_a_record_of_one_kind_is_never_taken_for_the_other(kind, other):
+    record = KINDS[kind]
+    assert kind.from_bytes(record.to_bytes()) == record
+    with pytest.raises(ValueError, match=f"its kind is '{kind.kind}', not '{other.kind}'"):
+        other.from_bytes(record.to_bytes())
+    dressed = encode_record(other.kind, 3, "p", json.loads(record.to_bytes()))
+    with pytest.raises(ValueError, match="no record"):
+        other.from_bytes(dressed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shared_decoder_reads_what_either_kind_writes(kind):
+    record, data = KINDS[kind], KINDS[kind].to_bytes()
+    found = decode_record(kind.kind, data, dict)
+    assert (found["round"], found["previous"]) == (record.round, record.previous) == (3, "p")
+    content = {name: value for name, value in found.items() if name not in ("kind", "round", "previous")}
+    assert encode_record(kind.kind, 3, "p", content) == data
+    for change in ({"round": None}, {"round": True}, {"previous": 3}, {"kind": None}):
+        with pytest.raises(ValueError, match="no record"):
+            kind.from_bytes(json.dumps(found | change).encode())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([Record, RoundRecord]), min_size=1, max_size=6), st.data())
+def test_a_chain_breaks_wherever_a_record_is_changed_or_gone(kinds, data):
+    history, head = [], "begin"
+    for number, kind in enumerate(kinds, 1):
+        history.append(replace(KINDS[kind], round=number, previous=head))
+        head = history[-1].digest
+    assert chained(history, "begin") and not chained(history, "end")
+    at = data.draw(st.integers(0, len(history) - 1))
+    assert chained(history[at:], history[at].previous)
+    changed = [*history[:at], replace(history[at], closer=7), *history[at + 1 :]]
+    assert chained(changed, "begin") == (at == len(history) - 1)
+    assert chained([*history[:at], *history[at + 1 :]], "begin") == (at == len(history) - 1)
+
+
+def test_rounds_of_a_name_are_a_chain_also_through_one_that_was_given_up(tmp_path):
+    first, second = (reducer(tmp_path, rank, 2, timeout_s=0.2) for rank in range(2))
+    with pytest.raises(RoundGivenUp):
+        first.allreduce(torch.ones(1), "x")
+    with pytest.raises(RoundGivenUp):
+        second.allreduce(torch.ones(1), "x")
+    both = [first, second]
+    for reduce in both:
+        reduce.options = replace(reduce.options, timeout_s=20.0)
+    assert in_threads(lambda rank: both[rank].allreduce(torch.ones(1), "x").item(), 2) == [1.0, 1.0]
+    history = records_of(open_bucket(tmp_path))
+    assert [record.committed for record in history] == [False, True] and chained(history)
+    assert [record.round for record in history] == [0, 1] and history[1].previous
+
+
+def test_a_rank_that_failed_before_it_read_a_round_takes_the_chain_from_the_bucket(tmp_path):
+    first, second = (reducer(tmp_path, rank, 2, min_ranks=1, grace_s=0.0) for rank in range(2))
+    first.allreduce(torch.ones(1), "x")
+    with pytest.raises(ValueError, match="not finite"):
+        second.allreduce(torch.tensor([torch.nan]), "x")
+    assert second.allreduce(torch.tensor([4.0]), "x") == 4 and first.allreduce(torch.ones(1), "x") == 4
+    history = records_of(open_bucket(tmp_path))
+    assert [record.closer for record in history] == [0, 1] and chained(history)
+
+
+def test_a_record_of_another_history_is_refused_in_one_line(tmp_path):
+    bucket = open_bucket(tmp_path)
+    first, second = (reducer(tmp_path, rank, 2, min_ranks=1, grace_s=0.0) for rank in range(2))
+    first.allreduce(torch.ones(1), "x")
+    (before,) = records_of(bucket)
+    key = "allreduce/run/rounds/x/00000001/record.json"
+    bucket.put(key, replace(before, round=1, previous="f" * 64).to_bytes())
+    with pytest.raises(Behind) as refused:
+        first.allreduce(torch.ones(1), "x")
+    said = f"its previous is ffffffff, ours {before.digest[:8]}"
+    assert said in str(refused.value) and str(refused.value).startswith("round 1 of 'x' follows another history")
+    assert "\n" not in str(refused.value) and "start this replica again" in str(refused.value)
+    with pytest.raises(ValueError):
+        second.allreduce(torch.tensor([torch.nan]), "x")  # it has read no round, and asks the bucket
+    with pytest.raises(Behind, match=said):
+        second.allreduce(torch.ones(1), "x")
+    bucket.put(key, Record(1, 0, (), 0, {}, before.digest).to_bytes())
+    third = reducer(tmp_path, 0, 2, round_id="third", min_ranks=1, grace_s=0.0)
+    third.allreduce(torch.ones(1), "x")
+    bucket.put(key.replace("run", "third"), Record(1, 0, (), 0, {}, before.digest).to_bytes())
+    with pytest.raises(LostPayload, match="round 1 is damaged .*its kind is 'outer_step', not 'all_reduce'"):
+        third.allreduce(torch.ones(1), "x")
+
+
+def test_what_was_offered_and_refused_is_swept_too(tmp_path):
+    bucket = open_bucket(tmp_path)
+    by_hand(bucket, {"tensor": torch.ones(3)}, rank=1)  # another shape
+    bucket.put("allreduce/run/rounds/x/00000000/offers/00002.json", b"rubbish")
+    reduce = reducer(tmp_path, 0, 3, min_ranks=1, grace_s=0.0)
+    for _ in range(3):
+        reduce.allreduce(torch.ones(1), "x")
+    assert records_of(bucket)[0].round == 1 and not bucket.list("allreduce/run/rounds/x/00000000/")
+    assert len(bucket.list("payload/")) == 2, "of the last two rounds"
 
 
 # ---- time

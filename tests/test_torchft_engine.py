@@ -12,18 +12,25 @@ import socket
 import sys
 import threading
 import time
+import uuid
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo
 from transformers import Trainer, TrainingArguments
 from waiting import together, until
 
 from composer_nb.diloco.local_model import read_saved
+from composer_nb.diloco.loop_options import LoopOptions, run_config
+from composer_nb.diloco.manager import ObjectStoreManager
 from composer_nb.diloco.outer import (
+    Method,
     OuterConfig,
     OuterState,
     due_fragment,
@@ -33,7 +40,18 @@ from composer_nb.diloco.outer import (
     weighted_average,
 )
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
-from composer_nb.diloco.torchft_engine import open_manager, open_transport, reach, read_address
+from composer_nb.diloco.records import RunConfig
+from composer_nb.diloco.replica import LoopConfig
+from composer_nb.diloco.store import open_bucket
+from composer_nb.diloco.torchft_engine import (
+    IGNORED,
+    ManagerHandle,
+    TorchftLoop,
+    open_manager,
+    open_transport,
+    reach,
+    read_address,
+)
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -496,6 +514,160 @@ def test_wrong_arguments_say_what_is_wrong(light, monkeypatch):
         patch.setitem(sys.modules, "torchft", None)
         with pytest.raises(ModuleNotFoundError, match=r"pip install torchft==0.2.0"):
             make_diloco_outer_loop(**good)
+
+
+# --- no option without effect ----------------------------------------------------------------------
+
+
+CHANGED = {
+    LoopConfig: {
+        "sync_every": 8, "blocking": True, "alpha": 0.5, "keep_progress": False, "wait_s": 7.0,
+        "poll_s": 0.5, "final": "leave", "live": "bar", "compression_options": {"block": 4},
+    },
+    RunConfig: {
+        "outer": OuterConfig(lr=0.1), "compression": "int8", "n_fragments": 4, "strategy": "balanced",
+        "weighting": "tokens2_per_step", "merge": "rda", "mean_only": ("0.weight",), "late": "carry",
+        "lam": 2.0,
+    },
+    OuterConfig: {
+        "method": "momentum", "lr": 0.1, "momentum": 0.5, "period": 2, "activation": 0.25, "beta2": 0.9,
+        "eps": 1e-4,
+    },
+}  # fmt: skip
+WAYS = ("lighthouse", "bucket", "manager")
+
+
+def memory(rank: int = 0) -> ObjectStoreManager:
+    return ObjectStoreManager(f"memory://{uuid.uuid4().hex}", rank, 1)
+
+
+def observed(monkeypatch, way: str, **options) -> dict:
+    "What torchft is given, and what is shown, by a loop with these options."
+    seen = {}
+
+    class Recorder(DiLoCo):
+        def __init__(self, manager, fragments, inner, outer, sync_every, **more):
+            names = [[name for name, _ in part.named_parameters()] for part in fragments]
+            steps = [(type(one).__name__, one.defaults) for one in outer]
+            seen.update(fragments=names, outer=steps, sync_every=sync_every, more=more)
+            super().__init__(manager, fragments, inner, outer, sync_every, **more)
+
+    def no_lighthouse(address, rank, **more):
+        seen["manager"] = more
+        return ManagerHandle(memory(rank), None)
+
+    places = {
+        "lighthouse": {"lighthouse": "127.0.0.1:1", "rank": 0},
+        "bucket": {"rendezvous_uri": f"memory://{uuid.uuid4().hex}", "rank": 0, "world_size": 1},
+        "manager": {"manager": memory()},
+    }
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in ((3, 12), (12, 12), (12, 3), (3, 3))))
+    usual = {"backend": "torchft", "sync_every": EVERY, "n_fragments": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr("torchft.local_sgd.DiLoCo", Recorder)
+        patch.setattr("composer_nb.diloco.outer_loop.open_manager", no_lighthouse)
+        loop = make_diloco_outer_loop(model, inner(model), **usual | places[way] | options)
+        with loop:
+            return seen | {"live": loop.display.kind}
+
+
+def as_options(config: type, name: str, value) -> dict:
+    "A field of one of the three configurations as a keyword of the loop."
+    if config is OuterConfig:
+        return {"outer": OuterConfig(**{name: value})}
+    return {name: value} if name in LoopOptions.__dataclass_fields__ else {"run": {name: value}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("config", CHANGED, ids=lambda config: config.__name__)
+def test_an_option_changes_what_torchft_is_given_or_is_refused(monkeypatch, way, config):
+    """Every field: one that is new to a configuration fails here until somebody has decided."""
+    assert CHANGED[config].keys() == config.__dataclass_fields__.keys()
+    usual, refused = observed(monkeypatch, way), set()
+    assert usual == observed(monkeypatch, way)
+    for name, value in CHANGED[config].items():
+        assert value != getattr(config(), name)
+        try:
+            assert observed(monkeypatch, way, **as_options(config, name, value)) != usual, f"{name} is ignored"
+        except ValueError as error:
+            default, other = repr(getattr(config(), name)), "backend='bucket'"
+            other = "another method" if config is OuterConfig else other
+            assert str(error).startswith(f"{name} is {value!r}: "), error
+            assert str(error).endswith(f"leave it at {default}, or take {other}")
+            refused.add(name)
+    unread = {OuterConfig: {"period", "activation", "beta2", "eps"}}
+    honoured = {"wait_s"} if way == "lighthouse" else set()
+    assert refused == (unread.get(config) or IGNORED[config].keys()) - honoured
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_an_option_of_another_outer_method_is_refused(monkeypatch, method):
+    if method == "delayed_nesterov":
+        with pytest.raises(ValueError, match="'delayed_nesterov' is not in torch.optim"):
+            observed(monkeypatch, "bucket", outer=OuterConfig(method=method))
+        return
+    usual, read = observed(monkeypatch, "bucket", outer=OuterConfig(method=method)), {"lr"}
+    read |= {"momentum"} if method != "sgd" else set()
+    read |= {"beta2", "eps"} if method == "adam" else set()
+    for name, value in CHANGED[OuterConfig].items():
+        if name == "method":
+            continue
+        changed = OuterConfig(**{"method": method, name: value})
+        if name in read:
+            assert observed(monkeypatch, "bucket", outer=changed)["outer"] != usual["outer"], name
+        else:
+            with pytest.raises(ValueError, match=f"^{name} is .*outer method '{method}' has no {name}"):
+                observed(monkeypatch, "bucket", outer=changed)
+
+
+@pytest.mark.parametrize("config", IGNORED, ids=lambda config: config.__name__)
+def test_the_engine_itself_refuses_them_too(config):
+    model = build()
+    for name in IGNORED[config]:
+        given = {RunConfig: RunConfig(), LoopConfig: LoopConfig(sync_every=EVERY)}
+        given[config] = replace(given[config], **{name: CHANGED[config][name]})
+        with pytest.raises(ValueError, match=f"^{name} is "):
+            TorchftLoop(model, inner(model), memory(), given[RunConfig], given[LoopConfig], {})
+
+
+def test_late_is_what_the_engine_does(monkeypatch):
+    "Nothing given, or what is true anyway, passes; what is not, by whatever backend has it, is refused."
+    assert observed(monkeypatch, "bucket", late="refuse") == observed(monkeypatch, "bucket")
+    for late in ("carry", "weight"):
+        with pytest.raises(ValueError, match=f"^late is '{late}': .* leave it at 'refuse'"):
+            observed(monkeypatch, "bucket", late=late)
+    assert run_config(LoopOptions()).late == "carry"
+
+
+def test_where_a_place_is_given_twice_it_is_refused(tmp_path, monkeypatch):
+    torchft = {"backend": "torchft"}
+    for said, options in {
+        "rank is 1: a manager= that is given": {**torchft, "manager": memory(), "rank": 1},
+        "world_size is 2: a manager= that is given": {**torchft, "manager": memory(), "world_size": 2},
+        "run_id is 'x': a manager= that is given": {**torchft, "manager": memory(), "run_id": "x"},
+        "storage_options is .* a manager= that is given": {
+            **torchft, "manager": memory(), "storage_options": {"a": 1},
+        },
+        "storage_options is .* has no store": {
+            **torchft, "lighthouse": "host:1", "rank": 0, "storage_options": {"a": 1},
+        },
+        "wait_s is 7.0: quorum_timeout_s says the same": {
+            **torchft, "lighthouse": "host:1", "rank": 0, "wait_s": 7.0, "quorum_timeout_s": 8.0,
+        },
+        "torchft_options is .* take backend='torchft'": {
+            "rendezvous_uri": tmp_path, "rank": 0, "torchft_options": {"should_quantize": True},
+        },
+        "replace_rank is True: .* leave it at False": {
+            **torchft, "lighthouse": "host:1", "rank": 0, "replace_rank": True,
+        },
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            make_diloco_outer_loop(**options)
+    bucket, model = open_bucket(tmp_path), build()
+    with pytest.raises(ValueError, match="storage_options is .* open already"):
+        make_diloco_outer_loop(model, rendezvous_uri=bucket, rank=0, storage_options={"a": 1}).__enter__()
+    with pytest.raises(ValueError, match="replace_rank is True"):
+        TorchftLoop(model, inner(model), memory(), RunConfig(), LoopConfig(), {}).enter(replace_rank=True)
 
 
 def test_where_no_lighthouse_answers_it_is_said_which_and_what_to_do():

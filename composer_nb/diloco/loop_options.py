@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from .all_reduce import replica_number  # noqa: F401
 from .outer import OuterConfig, due_fragment
 from .records import RunConfig
 from .replica import LoopConfig
 from .store import Bucket, open_bucket
 
 # %% auto #0
-__all__ = ['LoopOptions', 'split_options', 'loop_config', 'run_config', 'opened', 'replica_number']
+__all__ = ['LoopOptions', 'split_options', 'loop_config', 'run_config', 'opened']
 
 # %% ../../nbs/scaling_out/38_loop_options.ipynb #4d4decea
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class LoopOptions:
     the "host:port" of torchft_lighthouse, `manager` torchft's or an ObjectStoreManager, ready made; `rank`
     and `world_size` default to REPLICA_RANK and REPLICA_WORLD_SIZE. What all replicas must have alike:
     `outer`, `compression`, `n_fragments`, `late`, and in `run` further fields of RunConfig. What each may
-    have its own of: the rest, see `LoopConfig`. With torchft, `wait_s` is the longest wait for a quorum,
-    `sync_every` must be alike, too, and `blocking`, `keep_progress`, `late`, `final`, `poll_s` have no
-    effect; `torchft_options` go to its DiLoCo.
+    have its own of: the rest, see `LoopConfig`. `late` is "carry" over a bucket unless it is given. With
+    torchft, `sync_every` must be alike, too, `wait_s` is the longest wait for a quorum at a lighthouse,
+    `torchft_options` go to its DiLoCo, and what would have no effect raises ValueError, see `IGNORED`.
     """
 
     rendezvous_uri: str | os.PathLike[str] | Bucket | None = None
@@ -45,7 +46,7 @@ class LoopOptions:
     blocking: bool = False
     alpha: float = 0.0
     keep_progress: bool = True
-    late: Literal["carry", "weight", "refuse"] = "carry"
+    late: Literal["carry", "weight", "refuse"] | None = None
     final: Literal["follow", "leave"] = "follow"
     live: Literal["bar", "table"] | None = None
     wait_s: float = 600.0
@@ -71,25 +72,18 @@ def loop_config(options: LoopOptions) -> LoopConfig:
     return LoopConfig(**plain, compression_options=dict(options.compression_options or {}))
 
 
-def run_config(options: LoopOptions) -> RunConfig:
-    """What all replicas must have alike. Raises ValueError, also for a period that the fragments do not
-    divide."""
+def run_config(options: LoopOptions, late: str = "carry") -> RunConfig:
+    """What all replicas must have alike; `late` where the options have none. Raises ValueError, also for a
+    period that the fragments do not divide."""
     due_fragment(0, options.sync_every, options.n_fragments)
-    shared = {name: getattr(options, name) for name in ("compression", "n_fragments", "late")}
+    shared = {"compression": options.compression, "n_fragments": options.n_fragments}
+    shared["late"] = late if options.late is None else options.late
     return RunConfig(outer=options.outer or OuterConfig(), **shared, **(options.run or {}))
 
 
 def opened(options: LoopOptions) -> Bucket:
-    uri = options.rendezvous_uri
-    return uri if isinstance(uri, Bucket) else open_bucket(uri, **(options.storage_options or {}))
-
-
-def replica_number(what: str, given: int | None, variable: str, required: bool = True) -> int | None:
-    "A rank or world size, given or from the environment."
-    found = os.environ.get(variable) if given is None else given
-    if found is None and not required:
-        return None
-    if found is None or not str(found).isdigit():
-        said = f"{what} is {found!r}: pass {what}="
-        raise ValueError(f"{said}, or start the replica with {variable} set, as the executors do")
-    return int(found)
+    "The bucket of `rendezvous_uri`. Raises ValueError for `storage_options` beside one that is open already."
+    uri, storage = options.rendezvous_uri, options.storage_options
+    if isinstance(uri, Bucket) and storage:
+        raise ValueError(f"storage_options is {storage!r}: the bucket is open already; pass its address")
+    return uri if isinstance(uri, Bucket) else open_bucket(uri, **(storage or {}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,15 +27,20 @@ from composer_nb.diloco.loop_options import (
     split_options,
 )
 from .manager import ObjectStoreManager
+from .records import RunConfig
 from .rendezvous import Rendezvous
 from .replica import LoopConfig, Replica
 from composer_nb.diloco.torchft_engine import (
+    NO_HOLDER,
     ManagerOptions,
     TorchftLoop,
+    check_honoured,
     need_torchft,
     open_manager,
     outer_optimizer,
     read_address,
+    refuse,
+    refuse_ignored,
 )
 
 # %% auto #0
@@ -286,6 +292,8 @@ def bucket_engine(options: LoopOptions) -> Build:
             "backend 'bucket' needs rendezvous_uri and takes no manager and no lighthouse: they belong to "
             "backend='torchft'"
         )
+    unused = {"torchft_options": "a bucket is no place for torchft's DiLoCo"}
+    refuse_ignored(options, unused, remedy="or take backend='torchft'")
     rank = replica_number("rank", options.rank, "REPLICA_RANK")
     world_size = replica_number("world_size", options.world_size, "REPLICA_WORLD_SIZE", required=False)
     config, terms = loop_config(options), run_config(options)
@@ -297,10 +305,13 @@ def bucket_engine(options: LoopOptions) -> Build:
 
     return build
 
-
+# %% ../../nbs/scaling_out/40_outer_loop.ipynb #torchft-engine
 def torchft_engine(options: LoopOptions) -> Build:
     "torchft's DiLoCo, over a lighthouse, a bucket, or a manager that is given. Raises ValueError, TypeError."
-    config, terms, hold = loop_config(options), run_config(options), torchft_manager(options)
+    config, terms, hold = loop_config(options), run_config(options, RunConfig.late), torchft_manager(options)
+    if options.lighthouse is not None:
+        config = replace(config, wait_s=LoopConfig.wait_s)  # the manager has it
+    check_honoured(terms, config)
 
     def build(model: nn.Module, optimizer: Any) -> TorchftLoop:
         manager, close = hold()
@@ -313,11 +324,11 @@ def torchft_engine(options: LoopOptions) -> Build:
     return build
 
 # %% ../../nbs/scaling_out/40_outer_loop.ipynb #924dc169
+_PLACE = ("rank", "world_size", "run_id", "storage_options")
+
+
 def torchft_manager(options: LoopOptions) -> Callable[[], Held]:
     "How to get a manager and how to close it: the caller's own stays open."
-    if options.compression is not None:
-        said = f"compression is {options.compression!r}: torchft brings its own"
-        raise ValueError(f"{said}, pass torchft_options={{'should_quantize': True}}")
     ways = ("manager", "lighthouse", "rendezvous_uri")
     if len(given := [name for name in ways if getattr(options, name) is not None]) != 1:
         got = " and ".join(given) or "none"
@@ -327,6 +338,7 @@ def torchft_manager(options: LoopOptions) -> Callable[[], Held]:
     if options.lighthouse is not None:
         return by_lighthouse(options)
     if options.manager is not None:
+        refuse_ignored(options, dict.fromkeys(_PLACE, "a manager= that is given has its own"))
         if options.more:
             raise TypeError(f"{sorted(options.more)}: a manager= that is given has its options already")
         return lambda: (options.manager, lambda: None)
@@ -343,6 +355,9 @@ def by_lighthouse(options: LoopOptions) -> Callable[[], Held]:
     "torchft's own manager, found through the lighthouse."
     need_torchft()
     read_address(options.lighthouse)
+    refuse_ignored(options, {"storage_options": "a lighthouse has no store"})
+    if "quorum_timeout_s" in options.more:
+        refuse_ignored(options, {"wait_s": "quorum_timeout_s says the same"}, remedy="or leave that one out")
     rank = replica_number("rank", options.rank, "REPLICA_RANK")
     world_size = replica_number("world_size", options.world_size, "REPLICA_WORLD_SIZE", required=False)
     if world_size is not None and rank >= world_size:
@@ -367,15 +382,17 @@ def make_diloco_outer_loop(
     `options` are the fields of `LoopOptions`, by keyword, and those of the engine: of `RendezvousOptions`
     over a bucket (lease_s, grace_s, quorum, snapshot_every, timeout_s and the rest), of `ManagerOptions` at
     a lighthouse, of `ObjectStoreManager` for torchft over a bucket. `on_rejoin` are called with the global
-    step where the state was taken from others; `replace_rank` as in `Rendezvous.join` (no effect with
-    torchft).
+    step where the state was taken from others; `replace_rank` as in `Rendezvous.join`.
 
-    Raises ValueError, TypeError for options that nobody knows, and at `lighthouse` ModuleNotFoundError
-    without torchft and, when training begins, ConnectionError where none answers.
+    Raises ValueError, also for an option that would have no effect, TypeError for one that nobody knows,
+    and at `lighthouse` ModuleNotFoundError without torchft and, when training begins, ConnectionError where
+    none answers.
     """
     found = split_options(options)
     if backend not in (engines := {"bucket": bucket_engine, "torchft": torchft_engine}):
         raise ValueError(f"backend is {backend!r}: 'bucket' or 'torchft'")
+    if backend == "torchft":
+        refuse("replace_rank", replace_rank, False, NO_HOLDER)
     build = engines[backend](found)
     kept = {"on_rejoin": on_rejoin, "live": found.live, "replace_rank": replace_rank}
     return OuterLoop(build, model, optimizer, lr_scheduler, **kept)

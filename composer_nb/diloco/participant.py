@@ -20,10 +20,10 @@ from .outer import OuterState
 from .payload import Spec, spec_of
 from .records import Record, RendezvousError, RunConfig, State, terms_of
 from composer_nb.diloco.run_log import (
-    Behind,
     LostPayload,
     RunLog,
     agree_on_terms,
+    check_previous,
     collect,
     newest_state,
     sweep_log,
@@ -177,8 +177,7 @@ def apply_record(own: Participant, record: Record) -> State:
             f"record {record.round} does not follow round {own.state.round}: apply each record once, in order"
         )
         raise ValueError(said)
-    if record.previous != own.state.head:
-        raise Behind(f"record {record.round} follows another history than ours; call catch_up()")
+    check_previous(record, own.state.head, f"record {record.round}", "call catch_up()")
     try:
         parts = own.patience.until(lambda: collect(own.log, record, own.held))
         own.state = own.log.step(own.state, record, parts)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,9 +23,11 @@ from composer_nb.diloco.outer import (
 )
 from .payload import PayloadRef, Spec
 
+_Built = TypeVar("_Built")
+
 # %% auto #0
-__all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'Record', 'State',
-           'advance']
+__all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'encode_record',
+           'decode_record', 'record_digest', 'Record', 'Linked', 'chained', 'State', 'advance']
 
 # %% ../../nbs/scaling_out/15_records.ipynb #94c96843
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Mismatch(RendezvousError):
         return type(self), (self.field, self.ours, self.theirs, self.remedy)
 
 # %% ../../nbs/scaling_out/15_records.ipynb #e257b962
-_FORMAT = 1
+_FORMAT = 2
 _REMEDIES = {
     "format": "use a release of composer_nb that writes this format, or another run_id",
     "code": "install the same version of composer_nb on every replica, or use another run_id",
@@ -142,12 +144,36 @@ class Offer:
         except (KeyError, TypeError) as error:
             raise ValueError(f"no offer: {type(error).__name__} {error}") from error
 
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-codec
+def encode_record(kind: str, round: int, previous: str, content: Mapping[str, Any]) -> bytes:
+    "A record as bytes: JSON with sorted keys, so that equal records have equal digests."
+    common = {"kind": kind, "round": round, "previous": previous}
+    return json.dumps(dict(content) | common, sort_keys=True).encode()
+
+
+def decode_record(kind: str, data: bytes, build: Callable[[dict[str, Any]], _Built]) -> _Built:
+    "What `build` makes of the fields. Raises ValueError for bytes that are no record of this kind."
+    try:
+        found = json.loads(data)
+        if found["kind"] != kind:
+            raise ValueError(f"its kind is {found['kind']!r}, not {kind!r}")
+        if type(found["round"]) is not int or not isinstance(found["previous"], str):
+            raise ValueError(f"its round is {found['round']!r}, its previous {found['previous']!r}")
+        return build(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"no record: {type(error).__name__} {error}") from error
+
+
+def record_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
 # %% ../../nbs/scaling_out/15_records.ipynb #0d7abec6
 @dataclass(frozen=True)
 class Record:
     """What a round is made of. `contributions` are the offers that count, `refused` maps ranks that offered
     and were not taken to the reason; `previous` is the digest of the round before."""
 
+    kind: ClassVar[str] = "outer_step"
     round: int
     fragment: int
     contributions: tuple[Offer, ...]
@@ -158,23 +184,22 @@ class Record:
     def to_bytes(self) -> bytes:
         refused = {str(rank): why for rank, why in self.refused.items()}
         parts = {"contributions": [part.to_dict() for part in self.contributions], "refused": refused}
-        plain = {name: getattr(self, name) for name in ("round", "fragment", "closer", "previous")}
-        return json.dumps(plain | parts, sort_keys=True).encode()
+        plain = {"fragment": self.fragment, "closer": self.closer}
+        return encode_record(self.kind, self.round, self.previous, plain | parts)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        "Raises ValueError for bytes that are no record."
-        try:
-            found = json.loads(data)
+        "Raises ValueError for bytes that are no record of an outer step."
+        def build(found: dict[str, Any]) -> Record:
             parts = tuple(Offer.from_dict(part) for part in found["contributions"])
             refused = {int(rank): str(why) for rank, why in found["refused"].items()}
             return cls(found["round"], found["fragment"], parts, found["closer"], refused, found["previous"])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"no record: {type(error).__name__} {error}") from error
+
+        return decode_record(cls.kind, data, build)
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        return record_digest(self.to_bytes())
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -183,6 +208,30 @@ class Record:
     @property
     def weights(self) -> dict[int, float]:
         return {part.rank: part.weight for part in self.contributions}
+
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-chain
+class Linked(Protocol):
+    "What a record of either kind has: its round, its own digest, the digest of the record before it."
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def previous(self) -> str: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+def chained(records: Iterable[Linked], head: str = "") -> bool:
+    """Whether these are consecutive records of one history. `head` is the digest of the record before the
+    first of them, empty where there is none."""
+    at = None
+    for record in records:
+        if record.previous != head or at not in (None, record.round - 1):
+            return False
+        at, head = record.round, record.digest
+    return True
 
 # %% ../../nbs/scaling_out/15_records.ipynb #c90525e9
 @dataclass(frozen=True)

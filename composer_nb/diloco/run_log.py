@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .compression import Compressed, decompress
 from .outer import split_fragments
 from .payload import DamagedPayload, PayloadRef, Spec, read_payload, write_payload
 from composer_nb.diloco.records import (
+    Linked,
     Offer,
     Record,
     RendezvousError,
@@ -31,8 +33,9 @@ from composer_nb.diloco.records import (
 from .store import Bucket, KeyNotFound
 
 # %% auto #0
-__all__ = ['RUN_GONE', 'Sent', 'Behind', 'LostPayload', 'json_mapping', 'agree_on_terms', 'Rounds', 'Payloads', 'checked_tensors',
-           'Snapshots', 'RunLog', 'collect', 'newest_state', 'sweep_log', 'lowest_needed', 'snapshot_payloads']
+__all__ = ['RUN_GONE', 'Sent', 'Behind', 'LostPayload', 'json_mapping', 'agree_on_terms', 'Rounds', 'read_record',
+           'check_previous', 'Payloads', 'checked_tensors', 'Snapshots', 'RunLog', 'collect', 'newest_state',
+           'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log', 'lowest_needed', 'snapshot_payloads']
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #0029892f
 class Behind(RendezvousError):
@@ -109,6 +112,30 @@ class Rounds:
             return self.bucket.get(self.record_key(round))
         except KeyNotFound:
             return None
+
+# %% ../../nbs/scaling_out/16_run_log.ipynb #log-read
+_R = TypeVar("_R", bound=Linked)
+
+
+def read_record(rounds: Rounds, round: int, decode: Callable[[bytes], _R]) -> _R | None:
+    "None when the round is open (or swept). Raises LostPayload for a record that cannot be read."
+    if (data := rounds.get_record(round)) is None:
+        return None
+    try:
+        record = decode(data)
+        if record.round != round:
+            raise ValueError(f"it says round {record.round}")
+    except ValueError as error:
+        raise LostPayload(f"the record of round {round} is damaged ({error})", round) from error
+    return record
+
+
+def check_previous(record: Linked, head: str, what: str, remedy: str) -> None:
+    "Raises Behind for a record whose `previous` is not `head`, the digest of the last record known here."
+    if record.previous != head:
+        told, known = (digest[:8] or "none" for digest in (record.previous, head))
+        said = f"{what} follows another history than ours (its previous is {told}, ours {known})"
+        raise Behind(f"{said}; {remedy}")
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #00ef0b23
 class Payloads:
@@ -245,11 +272,7 @@ class RunLog:
 
     def record(self, round: int) -> Record | None:
         "None when the round is open (or swept). Raises LostPayload for one that cannot be read."
-        try:
-            data = self.rounds.get_record(round)
-            return None if data is None else Record.from_bytes(data)
-        except ValueError as error:
-            raise LostPayload(f"the record of round {round} is damaged ({error})", round) from error
+        return read_record(self.rounds, round, Record.from_bytes)
 
     def offer(self, round: int, rank: int) -> Offer:
         "Raises KeyNotFound, and ValueError for one that cannot be read."
@@ -308,6 +331,41 @@ def _newest_readable(log: RunLog, rounds: list[int]) -> State:
             return log.snapshots.read(round)
     raise LostPayload(f"none of the snapshots of rounds {rounds} can be read", rounds[-1])
 
+# %% ../../nbs/scaling_out/16_run_log.ipynb #log-sweep-rounds
+def keys_by_round(rounds: Rounds) -> dict[int, list[str]]:
+    "All keys below the folder, by the round that they belong to."
+    found: dict[int, list[str]] = {}
+    for key in rounds.bucket.list(rounds.folder + "/"):
+        if (name := key[len(rounds.folder) + 1 :].split("/")[0]).isdecimal():
+            found.setdefault(int(name), []).append(key)
+    return found
+
+
+def sweep_rounds(
+    rounds: Rounds, old: Mapping[int, Collection[str]], payloads: Callable[[int, Collection[str]], set[str]],
+    needed: Collection[str] = (),
+) -> list[str]:
+    """Remove the rounds `old`, keys by round, and their payloads but those `needed`; the keys that went.
+
+    `payloads(round, keys)` are the keys of the payloads that a round points to.
+    """
+    gone = []
+    for round, keys in sorted(old.items()):
+        for key in [*sorted(payloads(round, keys) - set(needed)), *sorted(keys)]:  # the record is the last
+            rounds.bucket.delete(key)
+            gone.append(key)
+    return gone
+
+
+def offered_payloads(rounds: Rounds, round: int, keys: Collection[str]) -> set[str]:
+    "Payloads that the offers of a round point to; an offer that cannot be read points to none."
+    found = set()
+    for rank in rounds.look(round, keys)[1]:
+        with suppress(KeyNotFound, ValueError, KeyError, TypeError):
+            offer = json_mapping(rounds.bucket.get(rounds.offer_key(round, rank)))
+            found.add(PayloadRef.from_dict(offer["ref"]).key)
+    return found
+
 # %% ../../nbs/scaling_out/16_run_log.ipynb #c2774952
 def sweep_log(
     log: RunLog, live_rounds: Iterable[int], orphans: dict[str, float], now: float, orphan_s: float
@@ -321,24 +379,23 @@ def sweep_log(
     payloads = set(log.bucket.list("payload/"))
     snapshots = snapshot_payloads(log)
     floor = lowest_needed([round for round, key in snapshots.items() if key in payloads], live_rounds)
-    needed, doomed = {key for round, key in snapshots.items() if round >= floor}, []
-    for round, keys in _by_round(log.bucket.list("rounds/")).items():
-        refs = _references(log, round, keys)
-        if round <= floor:
-            doomed += [*refs, *sorted(keys)]  # offers come before the record
-        needed |= set() if round <= floor else refs
+    listed = keys_by_round(log.rounds)
+    old = {round: keys for round, keys in listed.items() if round <= floor}
+    needed = {key for round, key in snapshots.items() if round >= floor}
+    for round in listed.keys() - old.keys():
+        needed |= _references(log, round, listed[round])
+    gone = sweep_rounds(log.rounds, old, partial(_references, log), needed)
+    doomed = _older_generations(log.bucket.list("members/"))
     for round in (round for round in snapshots if round < floor):
         doomed += [log.snapshots.key(round), snapshots[round]]
-    doomed += _older_generations(log.bucket.list("members/"))
-    first = {key: orphans.get(key, now) for key in payloads - needed - set(doomed)}
+    first = {key: orphans.get(key, now) for key in payloads - needed - {*gone, *doomed}}
     orphans.clear()
     orphans.update(first)
-    doomed = [key for key in doomed if key not in needed] + [
-        key for key, at in first.items() if now - at >= orphan_s
-    ]
+    doomed = [key for key in doomed if key not in needed]
+    doomed += [key for key, at in first.items() if now - at >= orphan_s]
     for key in doomed:
         log.bucket.delete(key)
-    return len(doomed)
+    return len(gone) + len(doomed)
 
 
 def lowest_needed(whole: list[int], live_rounds: Iterable[int]) -> int:
@@ -357,25 +414,12 @@ def snapshot_payloads(log: RunLog) -> dict[int, str]:
     return found
 
 
-def _by_round(keys: list[str]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for key in keys:
-        if (name := key.split("/")[1]).isdecimal():
-            found.setdefault(int(name), []).append(key)
-    return found
-
-
-def _references(log: RunLog, round: int, keys: list[str]) -> set[str]:
+def _references(log: RunLog, round: int, keys: Collection[str]) -> set[str]:
     "Payloads that a round points to: those of its record, or of its offers while it is open."
-    closed, ranks = log.rounds.look(round, keys)
     with suppress(LostPayload):  # of a damaged record, keep what was offered
-        if closed and (record := log.record(round)) is not None:
+        if log.rounds.record_key(round) in keys and (record := log.record(round)) is not None:
             return {part.ref.key for part in record.contributions}
-    refs = set()
-    for rank in ranks:
-        with suppress(KeyNotFound, ValueError):
-            refs.add(log.offer(round, rank).ref.key)
-    return refs
+    return offered_payloads(log.rounds, round, keys)
 
 
 def _older_generations(keys: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from .records import RunConfig
 from .replica import LoopConfig
 
 # %% auto #0
-__all__ = ['need_torchft', 'read_address', 'reach', 'open_transport', 'ManagerHandle', 'manager_class', 'ManagerOptions',
-           'open_manager', 'FragmentView', 'outer_optimizer', 'Healing', 'TorchftLoop', 'build_diloco', 'note_round',
-           'save_torchft', 'load_torchft']
+__all__ = ['IGNORED', 'NO_HOLDER', 'need_torchft', 'read_address', 'reach', 'open_transport', 'ManagerHandle', 'manager_class',
+           'ManagerOptions', 'open_manager', 'FragmentView', 'outer_optimizer', 'Healing', 'refuse', 'refuse_ignored',
+           'check_honoured', 'TorchftLoop', 'build_diloco', 'note_round', 'save_torchft', 'load_torchft']
 
 # %% ../../nbs/scaling_out/35_torchft_engine.ipynb #673657c7
 def need_torchft() -> None:
@@ -277,6 +277,62 @@ class Healing:
             for part in self.fragments:
                 part.restore_parameters()
 
+# %% ../../nbs/scaling_out/35_torchft_engine.ipynb #ignored
+IGNORED: dict[type, dict[str, str]] = {
+    LoopConfig: {
+        "blocking": "every synchronisation is waited for, inside the optimizer step",
+        "keep_progress": "steps made during a synchronisation are overwritten, but for the share alpha",
+        "wait_s": "a manager has its own timeout_s; at a lighthouse wait_s is the wait for a quorum",
+        "poll_s": "only an ObjectStoreManager polls, every poll_interval_s",
+        "final": "each replica leaves by itself, and steps since the last synchronisation stay local",
+        "compression_options": "torchft brings its own, see should_quantize in torchft_options",
+    },
+    RunConfig: {
+        "compression": "torchft brings its own, see should_quantize in torchft_options",
+        "weighting": "all replicas weigh the same, however many tokens they trained on",
+        "merge": "pseudo-gradients are averaged by their plain mean",
+        "mean_only": "pseudo-gradients are averaged by their plain mean",
+        "late": "a replica that was away drops its progress, as 'refuse' says",
+        "lam": "a replica that was away drops its progress, so that no age has a weight",
+    },
+}
+
+# %% ../../nbs/scaling_out/35_torchft_engine.ipynb #ignored-check
+_READ = {
+    "nesterov": ("lr", "momentum"),
+    "momentum": ("lr", "momentum"),
+    "sgd": ("lr",),
+    "adam": ("lr", "momentum", "beta2", "eps"),
+}
+
+
+NO_HOLDER = "torchft does not watch whether a former holder of the rank lives"
+
+
+def refuse(
+    name: str, value: Any, default: Any, instead: str, remedy: str = "or take backend='bucket'"
+) -> None:
+    "Raises ValueError for an option that has no effect and is not at its default."
+    if value != default:
+        raise ValueError(f"{name} is {value!r}: {instead}; leave it at {default!r}, {remedy}")
+
+
+def refuse_ignored(given: Any, ignored: Mapping[str, str], **remedy: str) -> None:
+    "`refuse` for those fields of a dataclass that are `ignored`; its own defaults count."
+    for name, instead in ignored.items():
+        refuse(name, getattr(given, name), getattr(type(given)(), name), instead, **remedy)
+
+
+def check_honoured(run: RunConfig, config: LoopConfig) -> None:
+    "Raises ValueError for a setting that would have no effect with torchft."
+    for given in (run, config):
+        refuse_ignored(given, IGNORED[type(given)])
+    unread = {option.name for option in fields(OuterConfig)} - {"method", *_READ.get(run.outer.method, ())}
+    why = f"outer method {run.outer.method!r} has no {{}} in torch.optim"
+    if run.outer.method in _READ:
+        ignored = {name: why.format(name) for name in sorted(unread)}
+        refuse_ignored(run.outer, ignored, remedy="or take another method")
+
 # %% ../../nbs/scaling_out/35_torchft_engine.ipynb #b939b712
 class TorchftLoop:
     "torchft's DiLoCo as an engine of the outer loop: enter, step after each optimizer step, finish."
@@ -295,6 +351,7 @@ class TorchftLoop:
         return self.manager.current_step() * self.config.sync_every // self.run.n_fragments
 
     def enter(self, saved: Path | None = None, *, replace_rank: bool = False) -> bool:
+        refuse("replace_rank", replace_rank, False, NO_HOLDER)
         if saved is not None:
             load_torchft(self, saved)
         self.diloco.__enter__()
@@ -302,8 +359,7 @@ class TorchftLoop:
 
     def step(self, tokens: int = 1, loss: float | None = None) -> None:
         self.steps, self.loss = self.steps + 1, self.loss if loss is None else loss
-        if not self.diloco._local_step:  # at the end of a period
-            note_round(self)
+        note_round(self)
 
     def finish(self) -> None:
         self.leave()  # torchft has no last round: what was trained since the last one stays local
@@ -327,6 +383,7 @@ def build_diloco(
     "The outer optimizer of each fragment, torchft's DiLoCo over them, and what heals it. Raises ValueError."
     from torchft.local_sgd import DiLoCo
 
+    check_honoured(run, config)
     if optimizer is None:
         raise ValueError(
             "backend 'torchft' hooks the inner optimizer: pass optimizer=, or let a Trainer bind it"
@@ -348,9 +405,11 @@ def build_diloco(
     healing.fragments = diloco._fragments
     return outer, diloco, healing
 
-
+# %% ../../nbs/scaling_out/35_torchft_engine.ipynb #note-round
 def note_round(loop: TorchftLoop) -> None:
-    "An event: a `round`, a `jump` to the others' values, or that it `failed`."
+    "At the end of a period, an event: a `round`, a `jump` to the others' values, or that it `failed`."
+    if loop.diloco._local_step:
+        return
     now, before, healed = loop.manager.current_step(), loop.healing.at, loop.healing.healed
     loop.healing.at, loop.healing.healed = now, False
     kind = "failed" if now == before else "jump" if healed else "round"

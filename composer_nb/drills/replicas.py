@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
-from composer_nb.diloco.records import Record
+from composer_nb.diloco.records import Record, chained
 from composer_nb.diloco.store import Bucket, open_bucket
 
 RUN = "drill"
@@ -292,8 +292,7 @@ class Run:
             Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json"))
             for round in sorted(self.records())
         ]
-        heads = ["", *(record.digest for record in found)]
-        return all(r.round == i and r.previous == head for i, (r, head) in enumerate(zip(found, heads), 1))
+        return chained(found) and all(record.round == 1 for record in found[:1])
 
     def lost(self, before: Mapping[int, str]) -> int:
         """How many of these records are gone or changed."""

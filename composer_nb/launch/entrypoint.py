@@ -29,14 +29,15 @@ def given_or_env(what: str, given: int | None, variable: str, *, required: bool 
     """The whole number that was given, or else the one in an environment variable.
 
     None where neither is there and it is not `required`. Raises ValueError for what is missing or no whole
-    number.
+    number from 0.
     """
     found = os.environ.get(variable) if given is None else given
     if found is None and not required:
         return None
-    if found is None or isinstance(found, bool) or not str(found).isdigit():
+    if found is None or isinstance(found, bool) or not str(found).isdecimal():
+        said = f"{what} is missing" if found is None else f"{what} {found!r} is no whole number from 0"
         remedy = f"pass {what}=, or start the replica with {variable} set, as the executors do"
-        raise ValueError(f"{what} is {'missing' if found is None else repr(found)}: {remedy}")
+        raise ValueError(f"{said}: {remedy}")
     return int(found)
 
 
