@@ -22,6 +22,7 @@ from composer_nb.trainer import ComposerReplicationTrainer, Feedback, last_check
 from composer_nb.training import seams as room
 from composer_nb.training import trainer as trainer_module
 from composer_nb.training.config import adopt
+from composer_nb.training.presets import with_length_penalty
 from composer_nb.training.sharing import PrefixSharingTrainer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -656,7 +657,7 @@ def test_the_length_penalty_wraps_a_reward():
     def graded(completions, **columns):
         return [1.0, None, 0.5]
 
-    wrapped = room.with_length_penalty(graded, k=1.0, q=0.0, weight=0.1)
+    wrapped = with_length_penalty(graded, k=1.0, q=0.0, weight=0.1)
     assert wrapped(prompts=[0] * 3, completions=[0] * 3, completion_ids=[[1], [1, 1], [1] * 4]) == [
         pytest.approx(0.9),
         None,
@@ -664,6 +665,6 @@ def test_the_length_penalty_wraps_a_reward():
     ]
     assert wrapped.__name__ == "graded"
     with pytest.raises(ValueError, match="weight is -1"):
-        room.with_length_penalty(graded, k=1.0, q=0.0, weight=-1)
+        with_length_penalty(graded, k=1.0, q=0.0, weight=-1)
     with pytest.raises(ValueError, match="k is 0"):
-        room.with_length_penalty(graded, k=0, q=0.0, weight=1)
+        with_length_penalty(graded, k=0, q=0.0, weight=1)

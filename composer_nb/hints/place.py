@@ -85,7 +85,7 @@ def hinted_context_ids(
     before, removed, added, after = _difference(plain, hinted)
     return _splice(tokenizer, list(context_ids), removed, added, after)
 
-
+# %% ../../nbs/data/20_place.ipynb #holds-0
 def holds(rendered: str, text: str) -> bool:
     """Whether a rendered context has the text in it, as it is or escaped.
 

@@ -231,7 +231,7 @@ def hint_channel(
     }
     return _distil(student, head, views, (batch, student_at), ids, config, weighting), scored
 
-# %% ../../nbs/training/11_channels.ipynb #a13877fa
+# %% ../../nbs/training/11_channels.ipynb #2b605900
 @torch.no_grad()
 def teacher_views(
     teacher: Any,
@@ -260,7 +260,7 @@ def teacher_views(
                 found.append(View(hinted.states_at(place, at), head.detach(), portion))
     return found
 
-
+# %% ../../nbs/training/11_channels.ipynb #e9a3e61f
 def _distil(
     student: ForwardPass | SharedForwardPass, head: Head | None, views: list[View | Tensor],
     where: tuple[Tensor, Tensor], ids: Tensor, config: HintOptions, weighting: dict[str, Any],
@@ -278,7 +278,7 @@ def distillation_count(batch: Int[Tensor, "N"], config: HintOptions) -> int:
     """
     return len(batch) if config.sdpo_reduction == "token-mean" else len(torch.unique(batch))
 
-# %% ../../nbs/training/11_channels.ipynb #8720fe3d
+# %% ../../nbs/training/11_channels.ipynb #c1e150fc
 def pair_logprobs(
     model: nn.Module, inputs: Mapping[str, Tensor], *, average: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,7 @@ def reference_logprobs(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[s
     chosen, rejected = pair_logprobs(model, inputs)
     return {"dpo_chosen_ref_logprobs": chosen, "dpo_rejected_ref_logprobs": rejected}
 
-# %% ../../nbs/training/11_channels.ipynb #cdeca5a7
+# %% ../../nbs/training/11_channels.ipynb #38ac4aa4
 def preference_channel(
     model: nn.Module,
     inputs: Mapping[str, Tensor],

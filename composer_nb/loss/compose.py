@@ -86,7 +86,7 @@ def compose_channels(
     parts.dark = tuple(name for name, weight in asked.items() if weight > 0 and parts.scored[name] == 0)
     return parts
 
-# %% ../../nbs/training/12_loss.ipynb #d041778c
+# %% ../../nbs/training/12_loss.ipynb #a191f7d8
 def compose_loss(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
@@ -105,8 +105,9 @@ def compose_loss(
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "compose_loss runs the model's body, past DistributedDataParallel's gradient exchange: use the trainer, "
-            "or pass model.module, all-reduce the gradients yourself, and give the counts of all processes"
+            "compose_loss runs the model's body, past DistributedDataParallel's gradient exchange: use "
+            "the trainer, or pass model.module, all-reduce the gradients yourself, and give the "
+            "counts of all processes"
         )
     config = LossConfig.resolve(config, **options)
     student = forward_pass(model, inputs["input_ids"], inputs["attention_mask"])

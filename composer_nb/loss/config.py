@@ -201,7 +201,7 @@ class PreferenceOptions:
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"{name}={value!r} has no effect with dpo_variant={self.dpo_variant!r}")
 
-# %% ../../nbs/training/10_options.ipynb #b5d80954
+# %% ../../nbs/training/10_options.ipynb #7a23656c
 RETIRED = {
     "taid_schedule_step": "taid_t (a number in [0, 1]; TAIDScheduler computes it)",
     "taid_total_steps": "taid_t (a number in [0, 1]; TAIDScheduler(num_train_steps) computes it)",
@@ -209,7 +209,7 @@ RETIRED = {
     "simpo_gamma_beta_ratio": "simpo_gamma (= simpo_beta x ratio)",
 }
 
-
+# %% ../../nbs/training/10_options.ipynb #b2c10c38
 @dataclass(kw_only=True, eq=True, unsafe_hash=True)
 class LossConfig(HintOptions, PreferenceOptions, PolicyTermOptions):
     """Weights and options of the three channels; immutable. Invalid values raise ValueError here and nowhere
@@ -244,7 +244,7 @@ class LossConfig(HintOptions, PreferenceOptions, PolicyTermOptions):
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
         return cls.resolve(cls(**PRESETS[name]), **options)
 
-# %% ../../nbs/training/10_options.ipynb #8f74e82b
+# %% ../../nbs/training/10_options.ipynb #58083c29
 def refuse_unknown(options: Any, known: set[str]) -> None:
     "Raises TypeError for the first name that is retired or unknown, with what to use instead."
     for name in options:
@@ -256,7 +256,7 @@ def refuse_unknown(options: Any, known: set[str]) -> None:
                 f"unknown loss option {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
             )
 
-# %% ../../nbs/training/10_options.ipynb #26cdf69b
+# %% ../../nbs/training/10_options.ipynb #4bad0394
 PRESETS: dict[str, dict[str, Any]] = {
     "sdpo_code": dict(alpha_sdpo=1.0, sdpo_jsd_beta=0.5, sdpo_top_k=100, sdpo_is_cap=2.0),
     "sdpo_paper": dict(alpha_sdpo=1.0, sdpo_jsd_beta=1.0),

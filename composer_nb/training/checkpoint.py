@@ -20,7 +20,7 @@ from ..files import write_bytes, write_text
 # %% auto #0
 __all__ = ['TEACHER_FILE', 'STATE_FILE', 'ChannelState', 'write_state', 'read_state', 'last_checkpoint']
 
-# %% ../../nbs/training/38_checkpoint.ipynb #24c401a7
+# %% ../../nbs/training/38_checkpoint.ipynb #4a97a022
 @dataclass(frozen=True)
 class ChannelState:
     "What is kept: kind of teacher (None without one), fingerprint of the initial weights, TAID's state."
@@ -40,7 +40,7 @@ def write_state(folder: Path, state: ChannelState, average: dict[str, Tensor] | 
         write_bytes(folder / TEACHER_FILE, save(average))
     write_text(folder / STATE_FILE, json.dumps(asdict(state)))
 
-
+# %% ../../nbs/training/38_checkpoint.ipynb #83be525d
 def read_state(
     folder: Path, mine: ChannelState, *, needs_base: bool
 ) -> tuple[ChannelState, dict[str, Tensor]]:
@@ -58,12 +58,12 @@ def read_state(
         )
     if needs_base and found.base != mine.base:
         raise ValueError(
-            "the frozen teacher and DPO's reference are the model before training: build the trainer from the same "
-            "initial weights to resume"
+            "the frozen teacher and DPO's reference are the model before training: build the trainer from "
+            "the same initial weights to resume"
         )
     return found, load_file(folder / TEACHER_FILE) if found.teacher == "ema" else {}
 
-# %% ../../nbs/training/38_checkpoint.ipynb #7dac15af
+# %% ../../nbs/training/38_checkpoint.ipynb #c1248a70
 def last_checkpoint(folder: str | os.PathLike) -> str | None:
     "The newest complete checkpoint in `folder` (its trainer_state.json is written last), or None."
     found = []

@@ -64,7 +64,7 @@ class TeacherOptions:
             said = f"teacher_ema_rate={self.teacher_ema_rate} has no effect with teacher={self.teacher!r}"
             raise ValueError(f"{said}: use teacher='ema' or 'trust_region', or leave it out")
 
-# %% ../../nbs/training/30_configuration.ipynb #754db856
+# %% ../../nbs/training/30_configuration.ipynb #a4cbdde0
 @dataclass(kw_only=True)
 class PolicyChoices:
     "What channel 1 has beyond TRL's own loss."
@@ -83,7 +83,7 @@ class PolicyChoices:
         require_choice(self, "advantages", ("trl", "rloo"))
         require_choice(self, "policy_loss", ("trl", "dppo"))
 
-
+# %% ../../nbs/training/30_configuration.ipynb #a9d0573b
 @dataclass(kw_only=True)
 class ScheduleOptions:
     "How weights change over the run, and how often the trainer looks at itself."
@@ -112,7 +112,7 @@ class ScheduleOptions:
         for name in ("grad_norm_steps", "dark_steps"):
             require(self, name, 0, math.inf, "a number of steps")
 
-# %% ../../nbs/training/30_configuration.ipynb #7494c31c
+# %% ../../nbs/training/30_configuration.ipynb #2b5bf643
 @dataclass
 class ComposerConfig(
     ScheduleOptions, PolicyChoices, TeacherOptions, PreferenceOptions, HintOptions, GRPOConfig
@@ -151,7 +151,7 @@ class ComposerConfig(
             found["taid_t"] = 0.4 if taid_t is None else taid_t
         return LossConfig(**found)
 
-# %% ../../nbs/training/30_configuration.ipynb #9d0c79d0
+# %% ../../nbs/training/30_configuration.ipynb #93446f4f
 # What only TRL's own loss reads, and its value there when nothing is asked for.
 _TRL_LOSS_ONLY = {
     "loss_type": "dapo",
@@ -184,7 +184,7 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
             f"advantages='rloo' divides by no deviation: set scale_rewards='none', not {args.scale_rewards!r}"
         )
 
-# %% ../../nbs/training/30_configuration.ipynb #18657a56
+# %% ../../nbs/training/30_configuration.ipynb #ac869004
 _TRL_NAMES = {
     "policy_kind": "loss_type",
     "epsilon_low": "epsilon",
@@ -218,7 +218,7 @@ def adopt(
     found.check_channels()
     return found
 
-
+# %% ../../nbs/training/30_configuration.ipynb #6a953481
 def from_loss_config(config: LossConfig) -> dict[str, Any]:
     "Fields of `ComposerConfig` that say the same; raises TypeError for a policy term, which is TRL's to set."
     default = LossConfig()

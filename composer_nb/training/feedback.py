@@ -74,7 +74,7 @@ def rollout_of(output: Mapping[str, Tensor], row: int) -> tuple[Rollout, int]:
     sampled = output["tool_mask"][row][kept].tolist() if "tool_mask" in output else [1] * len(completion)
     return Rollout(prompt + completion, [0] * len(prompt) + sampled), len(prompt)
 
-# %% ../../nbs/training/31_feedback.ipynb #75eddaca
+# %% ../../nbs/training/31_feedback.ipynb #ae1a4129
 @dataclass(frozen=True)
 class HintRows:
     "`fields` of the batch (empty without a hint), and why hints of which rows were left out."
@@ -94,6 +94,12 @@ class Placer:
     template: Mapping[str, Any] | None = None
     longest: int | None = None
 
+    @property
+    def padding(self) -> Padding:
+        "Rows padded on the right."
+        pad = self.tokenizer.pad_token_id
+        return Padding("right", self.tokenizer.eos_token_id if pad is None else pad)
+
     def place(self, rollout: Rollout, feedback: Feedback, context: Sequence[Any]) -> Alignment:
         "Raises ValueError with the reason where the hint cannot be placed."
         hinted = replace(rollout, hint=feedback.hint, site=feedback.site, site_context=context)
@@ -104,7 +110,7 @@ class Placer:
             )
         return found
 
-# %% ../../nbs/training/31_feedback.ipynb #cae68828
+# %% ../../nbs/training/31_feedback.ipynb #3231ab83
 def hint_rows(
     output: Mapping[str, Tensor],
     prompts: Sequence[Any],
@@ -130,16 +136,12 @@ def hint_rows(
             except ValueError as error:
                 unplaced[row] = str(error)
         aligned.append(found)
-    pad = placer.tokenizer.pad_token_id
-    fields = teacher_rows(
-        rollouts, aligned, Padding("right", placer.tokenizer.eos_token_id if pad is None else pad), moved
-    )
-    device = output["prompt_ids"].device
-    fields = {name: value.to(device) for name, value in fields.items()}
+    fields = teacher_rows(rollouts, aligned, placer.padding, moved)
+    fields = {name: value.to(output["prompt_ids"].device) for name, value in fields.items()}
     assert_aligned(joined(output) | fields, placer.tokenizer)
     return HintRows(fields, unplaced)
 
-
+# %% ../../nbs/training/31_feedback.ipynb #1cc0c1de
 def joined(output: Mapping[str, Tensor]) -> ComposerBatch:
     "Prompt and completion side by side, (B, P + C): `input_ids` and `attention_mask`."
     parts = {"input_ids": "ids", "attention_mask": "mask"}

@@ -16,7 +16,7 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'added', 'measured', 'StepReport', 'SeriesWatch']
+__all__ = ['Gradients', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels', 'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
 Gradients = list[Tensor | None]
@@ -46,7 +46,7 @@ def measured(
     ]
     return parts.total.detach() + sum(carrier - carrier.detach() for carrier in carriers), own
 
-# %% ../../nbs/training/37_report.ipynb #8e93c8d5
+# %% ../../nbs/training/37_report.ipynb #3c4478af
 class StepReport:
     """Sums over the micro-batches of an optimizer step, and the warnings that are given once.
 
@@ -54,12 +54,11 @@ class StepReport:
     """
 
     def __init__(self, processes: int, mean: Callable[[Tensor], Tensor], dark_steps: int = 10) -> None:
-        self.processes, self.mean, self.dark_steps = processes, mean, dark_steps
+        self.processes, self.mean = processes, mean
         self.sums: dict[str, float] = defaultdict(float)
         self.gradients: dict[str, Gradients] = {}
         self.told: set[str] = set()
-        self.last_lit: dict[str, int] = {}
-        self.watch = SeriesWatch(self.tell)
+        self.watch, self.dark = SeriesWatch(self.tell), DarkChannels(self.tell, dark_steps)
 
     def add(self, parts: LossComponents, share: float) -> None:
         """One micro-batch; replay's metrics are means over its pairs, `share` is the part of the step that
@@ -85,36 +84,45 @@ class StepReport:
             warnings.warn(sentence, stacklevel=3)
 
     def flush(self, device: torch.device) -> dict[str, float]:
-        """The step's line: means over processes, sums for counts, norms and cosines of the channels' own
-        gradients.
-        """
+        "The step's line, and an empty report for the next."
         names = sorted(self.sums)
         means = self.mean(torch.tensor([self.sums[name] for name in names], device=device)).tolist()
         over = {name: self.processes if name.endswith(("tokens", "pairs")) else 1 for name in names}
-        step = {name: mean * over[name] for name, mean in zip(names, means)}
-        step |= {f"{name}__grad_norm": gradient_norm(own) for name, own in self.gradients.items()}
-        policy = self.gradients.get("policy")
-        if policy is not None:
-            others = {name: own for name, own in self.gradients.items() if name != "policy"}
-            step |= {f"{name}__cosine": gradient_cosine(own, policy) for name, own in others.items()}
+        line = {name: mean * over[name] for name, mean in zip(names, means)} | gradient_line(self.gradients)
         self.sums.clear()
         self.gradients.clear()
-        return step
+        return line
 
-    def look_for_dark(
+# %% ../../nbs/training/37_report.ipynb #b050e975
+def gradient_line(gradients: Mapping[str, Gradients]) -> dict[str, float]:
+    "Norms of the channels' own gradients, and cosines to channel 1's."
+    line = {f"{name}__grad_norm": gradient_norm(own) for name, own in gradients.items()}
+    if (policy := gradients.get("policy")) is not None:
+        others = {name: own for name, own in gradients.items() if name != "policy"}
+        line |= {f"{name}__cosine": gradient_cosine(own, policy) for name, own in others.items()}
+    return line
+
+
+class DarkChannels:
+    "Tells, with the reason, of a weighted channel that has scored nothing for `steps` steps."
+
+    COUNTS = {"sdpo": "sdpo__tokens", "replay": "replay__pairs"}
+
+    def __init__(self, tell: Callable[[str, str], None], steps: int) -> None:
+        self.tell, self.steps, self.last_lit = tell, steps, {}
+
+    def look(
         self, step: int, weights: Mapping[str, float], line: Mapping[str, float], reasons: Mapping[str, str]
     ) -> None:
-        "Warn once when a weighted channel has scored nothing for `dark_steps` steps, with the reason."
-        scored = {"sdpo": line.get("sdpo__tokens", 0), "replay": line.get("replay__pairs", 0)}
         for name, weight in weights.items():
             self.last_lit.setdefault(name, step)
-            if scored[name] > 0:
+            if line.get(self.COUNTS[name], 0) > 0:
                 self.last_lit[name] = step
-            elif weight > 0 and step - self.last_lit[name] >= self.dark_steps:
-                said = f"channel {name!r} has weight {weight} but was dark for {self.dark_steps} steps"
+            elif weight > 0 and step - self.last_lit[name] >= self.steps:
+                said = f"channel {name!r} has weight {weight} but was dark for {self.steps} steps"
                 self.tell(name, f"{said}: {reasons[name]}")
 
-# %% ../../nbs/training/37_report.ipynb #37cbd22d
+# %% ../../nbs/training/37_report.ipynb #a8542b15
 class SeriesWatch:
     "Keeps the series that the literature says to watch, and tells of each that crossed its threshold."
 

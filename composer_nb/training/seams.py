@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 # %% auto #0
 __all__ = ['TRL_SEAMS', 'TRL_CALLED', 'TRL_ATTRIBUTES', 'moved_seams', 'require_seams']
 
-# %% ../../nbs/training/32_seams.ipynb #5a0e8cd0
+# %% ../../nbs/training/32_seams.ipynb #7e878af0
 TRL_SEAMS: dict[str, tuple[str, ...]] = {
     "_prepare_inputs": ("self", "generation_batch"),
     "_generate_and_score_completions": ("self", "inputs"),
@@ -54,7 +54,7 @@ TRL_ATTRIBUTES = (
     "loss_type",
 )
 
-
+# %% ../../nbs/training/32_seams.ipynb #8e53627d
 def moved_seams(trainer_class: type = GRPOTrainer) -> list[str]:
     "What the installed TRL no longer offers as we use it; empty when all seams hold."
     moved = []
@@ -73,7 +73,7 @@ def moved_seams(trainer_class: type = GRPOTrainer) -> list[str]:
     gone = [name for name in TRL_ATTRIBUTES if not re.search(rf"self\.{name}\b", sources)]
     return moved + [f"{name}: no longer used by {trainer_class.__name__}" for name in gone]
 
-
+# %% ../../nbs/training/32_seams.ipynb #a218549c
 def _source(cls: type) -> str:
     return inspect.getsource(cls)
 
@@ -83,6 +83,6 @@ def require_seams() -> None:
     "Raises RuntimeError where the installed TRL is not the one that the trainer was written for."
     if moved := moved_seams():
         raise RuntimeError(
-            f"this TRL moved what the trainer holds on to ({'; '.join(moved)}): install trl>=1.16,<2, or a newer "
-            "composer-notebooks"
+            f"this TRL moved what the trainer holds on to ({'; '.join(moved)}): "
+            "install trl>=1.16,<2, or a newer composer-notebooks"
         )

@@ -35,7 +35,9 @@ from .report import StepReport, measured
 from .seams import require_seams
 
 # %% auto #0
-__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'ChannelSetup', 'ComposerReplicationTrainer']
+__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
+           'channel_batch', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
+           'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
@@ -57,7 +59,36 @@ def student_of(model: nn.Module, batch: dict[str, Tensor], kept: list[Tensor]) -
         return ForwardPass(torch.cat(kept), causal_lm(model), True)
     return forward_pass(model, batch["input_ids"], batch["attention_mask"])
 
-# %% ../../nbs/training/40_trainer.ipynb #7fe3f078
+# %% ../../nbs/training/40_trainer.ipynb #229d3b6c
+TRL_KEYWORDS = frozenset(
+    {
+        "processing_class",
+        "reward_processing_classes",
+        "callbacks",
+        "optimizers",
+        "quantization_config",
+        "peft_config",
+        "tools",
+        "rollout_func",
+        "environment_factory",
+    }
+)
+
+
+def settings_of(
+    model: Any, args: GRPOConfig | None, others: dict[str, Any], loss_config: LossConfig | None, feedback: Any
+) -> ComposerConfig:
+    "The one configuration of a run from its spellings; takes what is not TRL's out of `others`."
+    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
+    args = GRPOConfig(f"{name.rstrip('/').split('/')[-1]}-Composer") if args is None else args
+    own = {key: others.pop(key) for key in list(others) if key not in TRL_KEYWORDS}
+    found = adopt(args, own, loss_config)
+    if found.rlsd > 0 and feedback is None:
+        said = f"rlsd={found.rlsd} needs feedback_func"
+        raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
+    return found
+
+# %% ../../nbs/training/40_trainer.ipynb #3d12b7b5
 class ChannelSetup(HintTrainer):
     "GRPOTrainer with what the channels need: configuration, teacher, pairs, references, report."
 
@@ -76,63 +107,165 @@ class ChannelSetup(HintTrainer):
         **others: Any,
     ) -> None:
         require_seams()
-        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-        args = GRPOConfig(f"{name.rstrip('/').split('/')[-1]}-Composer") if args is None else args
-        own = {key: others.pop(key) for key in list(others) if key not in TRL_KEYWORDS}
-        args = adopt(args, own, loss_config)
-        if args.rlsd > 0 and feedback_func is None:
-            said = f"rlsd={args.rlsd} needs feedback_func"
-            raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
-        self.feedback_func, self._feedback, self.teacher, self.pairs = feedback_func, [], None, []
+        args = settings_of(model, args, others, loss_config, feedback_func)
+        self.feedback_func = feedback_func
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **others)
         mean = lambda values: self.accelerator.reduce(values, reduction="mean")  # noqa: E731
         self.report = StepReport(self.accelerator.num_processes, mean, args.dark_steps)
-        self.taid, self.pairs_per_step = None, args.pairs_per_step or args.per_device_train_batch_size
+        self.pairs_per_step = args.pairs_per_step or args.per_device_train_batch_size
         self._collate = ComposerDataCollator(self._text_tokenizer(), template=dict(self._placer().template))
-        self._open_teacher()
-        self._open_pairs(preference_dataset, reference_cache)
+        self.teacher = teacher_of(self)
+        if self.teacher is not None:
+            self.add_callback(UpdateTeacher(self.teacher))
+        self.pairs = pairs_of(self, preference_dataset, reference_cache)
 
-    def _text_tokenizer(self) -> Any:
-        "The tokenizer inside a multimodal processor, or the tokenizer itself."
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
+# %% ../../nbs/training/40_trainer.ipynb #2dd2029d
+def teacher_of(trainer: ChannelSetup) -> SelfTeacher | None:
+    "The teacher that channel 2 or RLSD asks for; None where neither is on or nobody gives feedback."
+    args = trainer.args
+    if trainer.feedback_func is None or not (args.alpha_sdpo > 0 or args.rlsd > 0):
+        return None
+    refuse_hint_settings(trainer)
+    return SelfTeacher(trainer.model, args.teacher, args.teacher_ema_rate)
 
-    def _open_teacher(self) -> None:
-        if self.feedback_func is None or not (self.args.alpha_sdpo > 0 or self.args.rlsd > 0):
-            return
-        refuse_hint_settings(self)
-        self.teacher = SelfTeacher(self.model, self.args.teacher, self.args.teacher_ema_rate)
-        self.add_callback(UpdateTeacher(self.teacher))
 
-    def _open_pairs(self, dataset: Any, cache: ReferenceCache | None) -> None:
-        self.pairs = as_pairs(dataset) if self.args.beta_replay > 0 else []
+def pairs_of(trainer: ChannelSetup, dataset: Any, cache: ReferenceCache | None) -> list[DPOPair]:
+    "The pairs of channel 3 with their reference scores; empty where it is off."
+    args, model = trainer.args, trainer.model
+    pairs = as_pairs(dataset) if args.beta_replay > 0 else []
+    if trainer.teacher is None and not pairs:
+        return pairs
+    trainer._base = fingerprint(model)
+    if not head_shortcut(model):
+        said = "this model's logits are not its head applied to its body"
+        warnings.warn(f"{said}: channels 2 and 3 take full logits, which costs memory", stacklevel=4)
+    if not pairs or args.dpo_variant != "dpo":
+        return pairs
+    cache = ReferenceCache(Path(args.output_dir) / "reference_logprobs") if cache is None else cache
+    with trainer.accelerator.autocast():
+        return cached_reference_logprobs(
+            model, pairs, trainer._collate, cache=cache, progress=not args.disable_tqdm
+        )
+
+# %% ../../nbs/training/40_trainer.ipynb #e6f8e69b
+HINT_FIELDS = frozenset({"sdpo_loss_mask", "student_response_idx", "teacher_response_idx"})
+
+
+def channel_batch(trainer: ChannelSetup, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    "What channels 2 and 3 read in a micro-batch, under the names of `data/batch`."
+    batch = joined(inputs) | {n: v for n, v in inputs.items() if n.startswith("ctx_") or n in HINT_FIELDS}
+    if (old := inputs.get("old_per_token_logps")) is not None:
+        batch["old_logprobs"] = F.pad(old, (inputs["prompt_ids"].shape[1], 0))
+    if trainer.pairs:
+        accelerator, args = trainer.accelerator, trainer.args
+        place = {"seed": args.seed, "rank": accelerator.process_index, "world": accelerator.num_processes}
+        step = pairs_of_step(trainer.pairs, trainer.state.global_step, trainer.pairs_per_step, **place)
+        accumulation = args.gradient_accumulation_steps
+        if share := step[trainer._step % accumulation :: accumulation]:
+            batch |= {n: v.to(accelerator.device) for n, v in trainer._collate([], share).items()}
+    return batch
+
+# %% ../../nbs/training/40_trainer.ipynb #6b5e917c
+class ReportedTrainer(ChannelSetup):
+    "The report of each optimizer step."
+
+    def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
+        "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
+        total, every = parts.total, self.args.grad_norm_steps
+        # fp16: unscaled gradients would underflow
+        scaled = getattr(self.accelerator, "scaler", None) is not None
+        if every and self.state.global_step % every == 0 and not scaled:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            total, own = measured(parts, parameters, () if self._policy_moves(inputs) else ("policy",))
+            self.report.keep(own)
+        self.report.add(parts, parts.scored["replay"] / self.pairs_per_step)
+        accumulation, sums = self.args.gradient_accumulation_steps, self.report.sums
+        sums["policy__active"] += (inputs["advantages"] != 0).float().mean().item() / accumulation
+        sums["policy__tokens"] += inputs["completion_mask"].sum().item()
+        if self._step % accumulation == accumulation - 1:
+            line = self.report.flush(self.accelerator.device)
+            if "sdpo__tokens" in line and self.args.sdpo_reduction == "token-mean":
+                line["sdpo__scored_share"] = line["sdpo__tokens"] / max(1.0, line["policy__tokens"])
+            self._record(**line)
+            self._move_taid(line)
+            self.report.watch.look(self._metrics["train"])
+            self._look_for_dark(line)
+        return total
+
+    def _policy_moves(self, inputs: dict[str, Any]) -> bool:
+        "Whether channel 1 can have a gradient at all; without advantage and regularisers it has none."
+        regularised = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        return regularised or bool((inputs["advantages"] != 0).any())
+
+    def _look_for_dark(self, line: dict[str, float]) -> None:
+        config = self.loss_config
+        weights = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
+        self.report.dark.look(self.state.global_step, weights, line, why_dark(self.feedback_func, self.pairs))
+
+# %% ../../nbs/training/40_trainer.ipynb #f483f91e
+def why_dark(feedback_func: Any, pairs: Sequence[Any]) -> dict[str, str]:
+    "What to say of a channel that scored nothing."
+    silent = "the feedback held no hint for any sampled turn"
+    missing = "no preference_dataset was given"
+    return {
+        "sdpo": "no feedback_func was given" if feedback_func is None else silent,
+        "replay": "no pair fell into a micro-batch" if pairs else missing,
+    }
+
+
+class ScheduledTrainer(ReportedTrainer):
+    "Weights and TAID's time follow the run."
+
+    taid: TAIDScheduler | None = None
+    _taid_state: dict[str, Any] | None = None
+
+    @property
+    def loss_config(self) -> LossConfig:
+        "Options of channels 2 and 3 at this step of the run."
+        total = self.state.max_steps if getattr(self, "state", None) is not None else 0
+        progress = self.state.global_step / total if total > 0 else 0.0
+        if self.args.taid_schedule != "none" and self.taid is None and total > 0:
+            self.taid = TAIDScheduler(total, disable_adaptive=self.args.taid_schedule == "linear")
+            if self._taid_state is not None:
+                self.taid.load_state_dict(self._taid_state)
+        return self.args.loss_config(progress, None if self.taid is None else self.taid.t)
+
+    def _move_taid(self, line: dict[str, float]) -> None:
+        "Once per optimizer step that compared tokens."
+        if self.taid is not None and line.get("sdpo__tokens", 0) > 0:
+            self.taid.update_t(line["sdpo__loss"], global_step=self.state.global_step)
+            self._record(sdpo__taid_t=self.taid.t)
+
+# %% ../../nbs/training/40_trainer.ipynb #a67952a6
+class ResumableTrainer(ScheduledTrainer):
+    "Checkpoints hold what the channels need."
+
+    def _kept(self) -> ChannelState | None:
+        "What a checkpoint must hold; None where the channels are off."
         if self.teacher is None and not self.pairs:
+            return None
+        taid = None if self.taid is None else self.taid.state_dict()
+        return ChannelState(self.teacher.kind if self.teacher else None, self._base, taid)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if (state := self._kept()) is not None and self.args.should_save:
+            write_state(folder, state, self.teacher.state_dict() if self.teacher is not None else None)
+        super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if (mine := self._kept()) is None:
             return
-        self._base = fingerprint(self.model)
-        if not head_shortcut(self.model):
-            said = "this model's logits are not its head applied to its body"
-            warnings.warn(f"{said}: channels 2 and 3 take full logits, which costs memory", stacklevel=3)
-        if self.pairs and self.args.dpo_variant == "dpo":
-            cache = (
-                ReferenceCache(Path(self.args.output_dir) / "reference_logprobs") if cache is None else cache
-            )
-            with self.accelerator.autocast():
-                self.pairs = cached_reference_logprobs(
-                    # fmt: skip
-                    self.model,
-                    self.pairs,
-                    self._collate,
-                    cache=cache,
-                    progress=not self.args.disable_tqdm,
-                )
+        dpo = bool(self.pairs) and self.args.dpo_variant == "dpo"
+        needs_base = dpo or mine.teacher in ("frozen", "trust_region")
+        found, average = read_state(Path(resume_from_checkpoint), mine, needs_base=needs_base)
+        self._taid_state = found.taid
+        if average:
+            self.teacher.load_state_dict(average)
 
-
-TRL_KEYWORDS = frozenset(
-    "processing_class reward_processing_classes callbacks optimizers quantization_config peft_config tools rollout_func "
-    "environment_factory".split()
-)
-
-# %% ../../nbs/training/40_trainer.ipynb #fbfbbd2a
-class ComposerReplicationTrainer(ChannelSetup):
+# %% ../../nbs/training/40_trainer.ipynb #9b152733
+class ComposerReplicationTrainer(ResumableTrainer):
     """TRL's GRPO plus hint self-distillation (`alpha_sdpo`) and trace-replay preferences (`beta_replay`).
 
     TRL's own signature; `args` is a `ComposerConfig` (a `GRPOConfig` and options as keywords are accepted
@@ -142,138 +275,20 @@ class ComposerReplicationTrainer(ChannelSetup):
     reference scores (default: in the output folder).
     """
 
-    @property
-    def loss_config(self) -> LossConfig:
-        "Options of channels 2 and 3 at this step of the run."
-        total = self.state.max_steps if getattr(self, "state", None) is not None else 0
-        progress = self.state.global_step / total if total > 0 else 0.0
-        return self.args.loss_config(progress, None if self.taid is None else self.taid.t)
-
-    def _record(self, **values: float) -> None:
-        "Append to TRL's own metric buffers: `sdpo__loss` is logged as `sdpo/loss`."
-        mode = "train" if self.model.training else "eval"
-        for name, value in values.items():
-            self._metrics[mode][name.replace("__", "/")].append(float(value))
-
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training or (self.teacher is None and not self.pairs):
             if self.model.training:
                 self._look_for_dark({})
             return self._policy_loss(model, inputs)
-        if self.args.taid_schedule != "none" and self.taid is None:
-            line = self.args.taid_schedule == "linear"
-            self.taid = TAIDScheduler(self.state.max_steps, disable_adaptive=line)
-            self.taid.load_state_dict(self._taid_state) if getattr(self, "_taid_state", None) else None
         if self.args.rlsd and self.teacher is not None:
             inputs = inputs | {"advantages": credited_advantages(self, inputs)}
         with kept_states(self.model) as kept:
             policy = self._policy_loss(model, inputs)
-        batch = self._channel_batch(inputs)
-        with self.accelerator.autocast():
-            parts = compose_channels(
-                self.model,
-                student_of(self.model, batch, kept),
-                batch,
-                (policy, 0),
-                self.loss_config,
-                # fmt: skip
-                teacher=self.teacher,
-                counts=self._counts(inputs),
-                sampling_temperature=self.temperature,
-            )
-        return self._reported(parts, inputs)
-
-    def _channel_batch(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        "What channels 2 and 3 read, under the names of `data/batch`."
-        batch = joined(inputs) | {n: v for n, v in inputs.items() if n.startswith("ctx_") or n in HINT_FIELDS}
-        if (old := inputs.get("old_per_token_logps")) is not None:
-            batch["old_logprobs"] = F.pad(old, (inputs["prompt_ids"].shape[1], 0))
-        if self.pairs:
-            world, rank = self.accelerator.num_processes, self.accelerator.process_index
-            step = pairs_of_step(self.pairs, self.state.global_step, self.pairs_per_step,
-                                 seed=self.args.seed, rank=rank, world=world)  # fmt: skip
-            accumulation = self.args.gradient_accumulation_steps
-            if share := step[self._step % accumulation :: accumulation]:
-                fields = self._collate([], share)
-                batch |= {name: value.to(self.accelerator.device) for name, value in fields.items()}
-        return batch
-
-    def _counts(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Counts of the optimizer step; DDP averages over processes, so a global count is divided by their
-        number.
-        """
-        counts = {"replay": self.pairs_per_step}
-        if "sdpo_count" in inputs:
+        batch, counts = channel_batch(self, inputs), {"replay": self.pairs_per_step}
+        if "sdpo_count" in inputs:  # DDP averages over processes
             counts["sdpo"] = inputs["sdpo_count"] / self.accelerator.num_processes
-        return counts
-
-    def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
-        "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
-        total, every = parts.total, self.args.grad_norm_steps
-        # fp16: unscaled gradients would underflow
-        scaled = getattr(self.accelerator, "scaler", None) is not None
-        if every and self.state.global_step % every == 0 and not scaled:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            still = () if self._policy_moves(inputs) else ("policy",)
-            total, own = measured(parts, parameters, still)
-            self.report.keep(own)
-        self.report.add(parts, parts.scored["replay"] / self.pairs_per_step)
-        accumulation, sums = self.args.gradient_accumulation_steps, self.report.sums
-        sums["policy__active"] += (inputs["advantages"] != 0).float().mean().item() / accumulation
-        sums["policy__tokens"] += inputs["completion_mask"].sum().item()
-        if self._step % accumulation == accumulation - 1:
-            self._flush()
-        return total
-
-    def _flush(self) -> None:
-        line = self.report.flush(self.accelerator.device)
-        if "sdpo__tokens" in line and self.args.sdpo_reduction == "token-mean":
-            line["sdpo__scored_share"] = line["sdpo__tokens"] / max(1.0, line["policy__tokens"])
-        self._record(**line)
-        if self.taid is not None and line.get("sdpo__tokens", 0) > 0:
-            self.taid.update_t(line["sdpo__loss"], global_step=self.state.global_step)
-            self._record(sdpo__taid_t=self.taid.t)
-        self.report.watch.look(self._metrics["train"])
-        self._look_for_dark(line)
-
-    def _look_for_dark(self, line: dict[str, float]) -> None:
-        hints = (
-            "no feedback_func was given"
-            if self.feedback_func is None
-            else "the feedback held no hint for any sampled turn"
-        )
-        pairs = "no preference_dataset was given" if not self.pairs else "no pair fell into a micro-batch"
-        config = self.loss_config
-        weights = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
-        self.report.look_for_dark(self.state.global_step, weights, line, {"sdpo": hints, "replay": pairs})
-
-    def _policy_moves(self, inputs: dict[str, Any]) -> bool:
-        "Whether channel 1 can have a gradient at all; without advantage and regularisers it has none."
-        regularised = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
-        return regularised or bool((inputs["advantages"] != 0).any())
-
-    def _state(self) -> ChannelState:
-        taid = None if self.taid is None else self.taid.state_dict()
-        return ChannelState(self.teacher.kind if self.teacher else None, self._base, taid)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if (self.teacher is not None or self.pairs) and self.args.should_save:
-            write_state(
-                folder, self._state(), self.teacher.state_dict() if self.teacher is not None else None
-            )
-        super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.teacher is None and not self.pairs:
-            return
-        kind, dpo = self.teacher and self.teacher.kind, self.pairs and self.args.dpo_variant == "dpo"
-        needs_base = bool(kind in ("frozen", "trust_region") or dpo)
-        found, average = read_state(Path(resume_from_checkpoint), self._state(), needs_base=needs_base)
-        self._taid_state = found.taid
-        if average:
-            self.teacher.load_state_dict(average)
-
-
-HINT_FIELDS = frozenset({"sdpo_loss_mask", "student_response_idx", "teacher_response_idx"})
+        options = {"teacher": self.teacher, "counts": counts, "sampling_temperature": self.temperature}
+        with self.accelerator.autocast():
+            student = student_of(self.model, batch, kept)
+            parts = compose_channels(self.model, student, batch, (policy, 0), self.loss_config, **options)
+        return self._reported(parts, inputs)
