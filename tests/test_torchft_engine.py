@@ -4,7 +4,6 @@ a Trainer in each.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -15,6 +14,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from torch import nn
@@ -35,16 +35,7 @@ from composer_nb.diloco.outer import (
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.torchft_engine import open_manager, open_transport, reach, read_address
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "composer_nb.diloco.outer_loop",
-        "composer_nb.diloco.torchft_engine",
-        "torchft.manager",
-        "transformers",
-        "pytest",
-    ]
-)
+CONTEXT = forks.context()
 EVERY = 4
 
 
