@@ -18,6 +18,8 @@ from typing import Any
 
 import platformdirs
 import torch
+from huggingface_hub import hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import http_backoff
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -112,6 +114,8 @@ def load_model(
     """
     source = str(prepare_smollm2()) if str(name_or_path) == BUNDLED else str(name_or_path)
     try:
+        if not Path(source).is_dir():
+            _ask_hub(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
     except (
@@ -126,6 +130,15 @@ def load_model(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
+
+# %% ../nbs/kernels/08_models.ipynb #c009-ask-hub
+def _ask_hub(name: str) -> None:
+    """Raise at once when a model that is not in the cache would have to come from a hub that does not answer;
+    a download tries each file for most of a minute.
+    """
+    names = ("config.json", "tokenizer_config.json")
+    if not any(isinstance(try_to_load_from_cache(name, file), str) for file in names):
+        http_backoff("HEAD", hf_hub_url(name, names[0]), max_retries=1, retry_on_status_codes=(), timeout=10)
 
 # %% ../nbs/kernels/08_models.ipynb #78714b1e
 def _remedy(name: str, error: Exception) -> str:

@@ -134,13 +134,13 @@ def tops(found: importlib.metadata.Distribution) -> set[str]:
     return {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}
 
 
-def link_base(folder: Path) -> Path:
-    """A site-packages folder of links to what Colab preinstalls, taken from this environment: no copy, no
-    download.
+def link_base(folder: Path, names: Sequence[str] = PREINSTALLED) -> Path:
+    """A site-packages folder of links to `names` (what Colab preinstalls) and what they need, taken from this
+    environment: no copy, no download.
     """
     site = folder / "site-packages"
     site.mkdir(parents=True)
-    wanted = {found.metadata["Name"]: found for found in closure(PREINSTALLED)}
+    wanted = {found.metadata["Name"]: found for found in closure(names)}
     others = [d for d in importlib.metadata.distributions() if d.metadata["Name"] not in wanted]
     shared = {top for other in others for top in tops(other)}
     for found in wanted.values():

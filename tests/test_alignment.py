@@ -4,6 +4,7 @@ The tokens that student and teacher are compared on are decoded from both tensor
 text, the very turn that the model sampled.
 """
 
+import os
 import random
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from transformers import DynamicCache
 
 from composer_nb.batch import AlignmentError, ComposerDataCollator, Rollout, align, assert_aligned
 from composer_nb.hints import encode, hinted_context_ids, insert_hint, render
@@ -40,9 +42,18 @@ def sampled_conversations() -> tuple[list[list[dict]], list[list[list[int]]]]:
         for start in range(0, len(rows), 100):
             chunk = rows[start : start + 100]
             prompts = [encode(tokenizer, render(tokenizer, messages[i])) for i in chunk]
-            batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+            head = os.path.commonprefix(prompts)  # the system prompt and more, computed once
+            rests = [prompt[len(head) :] for prompt in prompts]
+            batch = tokenizer.pad({"input_ids": rests}, padding_side="left", return_tensors="pt")
+            heads = torch.tensor([head]).expand(len(chunk), -1)
+            batch["input_ids"] = torch.cat([heads, batch["input_ids"]], 1)
+            batch["attention_mask"] = torch.cat([torch.ones_like(heads), batch["attention_mask"]], 1)
+            cache = DynamicCache()
             with torch.no_grad():
-                out = model.generate(**batch, max_new_tokens=8, do_sample=True, temperature=1.0, top_k=0)
+                model(heads[:1], past_key_values=cache, logits_to_keep=1)
+                cache.batch_repeat_interleave(len(chunk))
+                sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "past_key_values": cache}
+                out = model.generate(**batch, max_new_tokens=8, **sampling)
             for i, ids in zip(chunk, out[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
                 turns[i].append(trim(ids, tokenizer.eos_token_id))
                 text = tokenizer.decode(turns[i][-1], skip_special_tokens=True)

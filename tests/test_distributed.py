@@ -2,36 +2,45 @@
 
 import os
 import socket
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
-TESTS = Path(__file__).resolve().parent
 
-WORKER = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch
-from test_trainer import feedback_by_prompt, lit, scripted
+def worker(folder: str, size: int, pairs: int, measure: int, where: dict[str, str], output: str) -> None:
+    """One process: a step of the trainer, and what the main one keeps of it. What it prints goes to `output`."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(where)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from test_trainer import feedback_by_prompt, lit, scripted
 
-out, size, pairs, measure = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-options = dict(per_device_train_batch_size=size, max_steps=1, max_grad_norm=0.0, loss_type="dapo", gradient_accumulation_steps=2, num_generations=2,
-               max_completion_length=16)
-trainer = lit(out, rollout_func=scripted, feedback_func=feedback_by_prompt, pairs_per_step=pairs, options=options, grad_norm_steps=measure)
-trainer.create_optimizer()
-step = trainer.optimizer.step
-def keep(*args, **kwargs):
+    options = dict(
+        per_device_train_batch_size=size, max_steps=1, max_grad_norm=0.0, loss_type="dapo", gradient_accumulation_steps=2,
+        num_generations=2, max_completion_length=16,
+    )  # fmt: skip
+    trainer = lit(
+        folder, rollout_func=scripted, feedback_func=feedback_by_prompt, pairs_per_step=pairs, options=options,
+        grad_norm_steps=measure,
+    )  # fmt: skip
+    trainer.create_optimizer()
+    step = trainer.optimizer.step
+
+    def keep(*args, **kwargs):
+        if trainer.accelerator.is_main_process:
+            torch.save([p.grad.clone() for p in trainer.model.parameters()], folder + "/gradients.pt")
+        return step(*args, **kwargs)
+
+    trainer.optimizer.step = keep
+    trainer.train()
     if trainer.accelerator.is_main_process:
-        torch.save([p.grad.clone() for p in trainer.model.parameters()], out + "/gradients.pt")
-    return step(*args, **kwargs)
-trainer.optimizer.step = keep
-trainer.train()
-if trainer.accelerator.is_main_process:
-    torch.save({{k: v for row in trainer.state.log_history for k, v in row.items() if "/" in k}}, out + "/log.pt")
-"""
+        log = {k: v for row in trainer.state.log_history for k, v in row.items() if "/" in k}
+        torch.save(log, folder + "/log.pt")
 
 
 def free_port() -> int:
@@ -42,25 +51,19 @@ def free_port() -> int:
 
 def run(folder: Path, world: int, size: int, pairs: int, measure: int) -> tuple[torch.Tensor, dict]:
     folder.mkdir()
-    script = folder / "worker.py"
-    script.write_text(WORKER.format(tests=str(TESTS)))
-    shared = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, str(script), str(folder), str(size), str(pairs), str(measure)]
-    started = []
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    started, said = [], [folder / f"rank{rank}.txt" for rank in range(world)]
     for rank in range(world):
         where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} if world > 1 else {}
-        started.append(
-            subprocess.Popen(
-                command, env=shared | where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in outputs)
+        arguments = (str(folder), size, pairs, measure, shared | where, str(said[rank]))
+        started.append(forks.context().Process(target=worker, args=arguments))
+        started[-1].start()
+    for process in started:
+        process.join(240)
+    over = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
+    assert over == [0] * world, "\n".join(path.read_text()[-3000:] for path in said if path.exists())
     gradients = torch.load(folder / "gradients.pt", weights_only=True)
     return torch.cat([g.flatten() for g in gradients]), torch.load(folder / "log.pt", weights_only=True)
 

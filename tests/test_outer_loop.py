@@ -5,12 +5,12 @@ anything, a Trainer resumes exactly.
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from torch import nn
@@ -509,8 +509,7 @@ def test_blocking_names_who_lives_when_a_round_does_not_close(tmp_path):
 
 # --- real processes --------------------------------------------------------------------------------
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["composer_nb.diloco.outer_loop", "transformers", "pytest"])
+CONTEXT = forks.context()
 
 
 def learner(folder: str, rank: int, delay: float, options: dict) -> None:

@@ -3,7 +3,6 @@ go on.
 """
 
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -13,6 +12,7 @@ import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from hypothesis import given, settings
@@ -976,9 +976,7 @@ def victim(uri: str, point: str, mark: str, sign: int) -> None:
 
 
 def start_victim(*arguments):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["composer_nb.diloco.rendezvous"])
-    process = context.Process(target=victim, args=arguments, daemon=True)
+    process = forks.context().Process(target=victim, args=arguments, daemon=True)
     process.start()
     # or the others make their rounds without it
     until(lambda: any(Path(arguments[0]).glob("run/members/00000/*.json")))

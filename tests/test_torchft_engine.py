@@ -4,7 +4,6 @@ a Trainer in each.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
+import forks
 import pytest
 import torch
 from torch import nn
@@ -53,16 +53,7 @@ from composer_nb.diloco.torchft_engine import (
     read_address,
 )
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "composer_nb.diloco.outer_loop",
-        "composer_nb.diloco.torchft_engine",
-        "torchft.manager",
-        "transformers",
-        "pytest",
-    ]
-)
+CONTEXT = forks.context()
 EVERY = 4
 
 

@@ -11,6 +11,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -90,6 +91,11 @@ NEEDS_ROOT = {"read-only folder", "folder becomes read-only, for one"} - {
     *other_setups(),
     *late_faults(Path()),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    forks.start()
 
 
 @pytest.fixture(scope="module")

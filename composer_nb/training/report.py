@@ -48,10 +48,7 @@ def measured(
 
 # %% ../../nbs/training/37_report.ipynb #3c4478af
 class StepReport:
-    """Sums over the micro-batches of an optimizer step, and the warnings that are given once.
-
-    `mean` averages a vector over processes. `reasons` says why a weighted channel may be dark.
-    """
+    "Sums over the micro-batches of a step, and warnings given once; `mean` averages a vector over processes."
 
     def __init__(self, processes: int, mean: Callable[[Tensor], Tensor], dark_steps: int = 10) -> None:
         self.processes, self.mean = processes, mean
@@ -61,9 +58,7 @@ class StepReport:
         self.watch, self.dark = SeriesWatch(self.tell), DarkChannels(self.tell, dark_steps)
 
     def add(self, parts: LossComponents, share: float) -> None:
-        """One micro-batch; replay's metrics are means over its pairs, `share` is the part of the step that
-        these are.
-        """
+        "One micro-batch; `share` is the part of the step's pairs that it holds."
         counted = {"sdpo": "tokens", "replay": "pairs"}
         for name, loss in parts.lit.items():
             self.sums[f"{name}__loss"] += loss.item()
