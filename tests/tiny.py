@@ -1,5 +1,7 @@
 """Small random models and batches that the tests share."""
 
+from pathlib import Path
+
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -28,3 +30,9 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 4
         pad_token_id=2,
     )
     return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def saved_model(folder: str | Path, seed: int = 0) -> LlamaForCausalLM:
+    """The same from a folder, where a trainer finds it again for its reference."""
+    model(seed).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder).eval()

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from .prefixes import can_continue
 from .sharing import MIN_SAVING, grouped_states, shared_prefixes
@@ -182,7 +182,9 @@ def _call(
             calls.decline(why, size)
             return plain()
         states = padded_states(_Own(own), ids, seen, calls)
-        output = None if states is None else BaseModelOutputWithPast(last_hidden_state=states)
+        output = (
+            None if states is None else BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
+        )
     if output is None:
         calls.add(size, size)
         return plain()

@@ -96,7 +96,9 @@ def holds(rendered: str, text: str) -> bool:
     for ascii_only in (False, True):
         once = json.dumps(text.strip(), ensure_ascii=ascii_only)[1:-1]
         spelled |= {once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]}
-    for markup in (html.escape(text.strip()), html.escape(text.strip(), quote=False)):
+    marked = html.escape(text.strip())
+    jinja = marked.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
+    for markup in (marked, jinja, html.escape(text.strip(), quote=False)):
         spelled |= {markup, json.dumps(markup, ensure_ascii=False)[1:-1]}
     unicode = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
     for form in tuple(spelled):

@@ -177,8 +177,6 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
         raise ValueError(
             f"kl_estimator={args.kl_estimator!r} has no effect with beta=0: set beta, the KL's weight"
         )
-    if args.kl_estimator != "k3" and args.use_bias_correction_kl:
-        raise ValueError("use_bias_correction_kl corrects TRL's own k3: set kl_estimator='k3'")
     if args.advantages == "rloo" and args.scale_rewards != "none":
         raise ValueError(
             f"advantages='rloo' divides by no deviation: set scale_rewards='none', not {args.scale_rewards!r}"

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core import KLEstimator
 from ..policy import dppo_loss, kl_penalty
 from .sharing import PrefixSharingTrainer
 
 # %% auto #0
-__all__ = ['Reduction', 'PolicyTermTrainer', 'dppo_of', 'rloo_factor']
+__all__ = ['Reduction', 'PolicyTermTrainer', 'dppo_of', 'kl_term', 'rloo_factor']
 
 # %% ../../nbs/training/34_policy_terms.ipynb #9b1ac299
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class PolicyTermTrainer(PrefixSharingTrainer):
         mask = inputs["completion_mask"] if tool_mask is None else inputs["completion_mask"] * tool_mask
         if self.args.policy_loss == "dppo":
             return dppo_of(self._last_logps, inputs, mask, self.args, self._reduction(inputs).items)
-        kl = kl_penalty(self._last_logps, inputs["ref_per_token_logps"], kind)
+        kl = kl_term(self._last_logps, inputs, mask, kind, self.args)
         self._metrics["train"]["kl"].append(((kl.detach() * mask).sum() / mask.sum().clamp(min=1)).item())
         return loss + weight * self._reduction(inputs)(kl, mask)
 
@@ -102,6 +103,25 @@ def dppo_of(
     return dppo_loss(
         new, old, inputs["advantages"], mask, low=args.epsilon, high=high, denominator=items
     ).loss
+
+
+def kl_term(
+    new: Float[Tensor, "B T"], inputs: dict[str, Any], mask: Tensor, kind: KLEstimator, args: Any
+) -> Float[Tensor, "B T"]:
+    """KL per token with TRL's correction for tokens that an older policy sampled (`use_bias_correction_kl`).
+
+    The correction is the importance ratio. k1's gradient is a score function already, so there it only
+    weighs.
+    """
+    kl = kl_penalty(new, inputs["ref_per_token_logps"], kind)
+    if not args.use_bias_correction_kl:
+        return kl
+    old = inputs.get("old_per_token_logps")
+    moved = new - (new.detach() if old is None else old)
+    if args.importance_sampling_level == "sequence":
+        moved = ((moved * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    ratio = moved.exp()
+    return kl * (ratio.detach() if kind == "k1" else ratio)
 
 
 def rloo_factor(group: int) -> float:

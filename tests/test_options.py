@@ -1,0 +1,220 @@
+"""No option is ever ignored: each field of the loss's and of the trainer's configuration changes something, or raises."""
+
+import dataclasses
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from test_loss import full_batch
+from test_trainer import PAIRS, TOKENIZER, arguments, build, feedback, lit
+
+from composer_nb.loss import LossConfig, compose_loss
+from composer_nb.loss.config import HintOptions, PolicyTermOptions, PreferenceOptions
+from composer_nb.training.config import ComposerConfig, adopt, scheduled
+
+# --- the loss ---------------------------------------------------------------------------------------
+
+LIT = dict(alpha_sdpo=0.7, beta_replay=0.3)
+# Another value for each field, with what must stand beside it to give it a meaning.
+OTHER = {
+    "alpha_sdpo": dict(alpha_sdpo=0.2),
+    "sdpo_jsd_beta": dict(sdpo_jsd_beta=0.1),
+    "sdpo_temperature": dict(sdpo_temperature=2.0),
+    "sdpo_token_clip": dict(sdpo_token_clip=1e-6),
+    "sdpo_entry_clip": dict(sdpo_entry_clip=1e-9),
+    "sdpo_top_k": dict(sdpo_top_k=3),
+    "sdpo_top_k_source": (dict(sdpo_top_k=3), dict(sdpo_top_k=3, sdpo_top_k_source="teacher")),
+    "sdpo_tail": (dict(sdpo_top_k=3), dict(sdpo_top_k=3, sdpo_tail=False)),
+    "sdpo_sampled": (dict(sdpo_jsd_beta=1.0), dict(sdpo_jsd_beta=1.0, sdpo_sampled=True)),
+    "sdpo_is_cap": dict(sdpo_is_cap=0.5),
+    "sdpo_gate": dict(sdpo_gate=5.0),
+    "sdpo_reduction": dict(sdpo_reduction="seq-mean-token-mean"),
+    "sdpo_wrapper": dict(sdpo_wrapper="eopd"),
+    "taid_t": (dict(sdpo_wrapper="taid", taid_t=0.3), dict(sdpo_wrapper="taid", taid_t=0.8)),
+    "entropy_opd_h_max": (
+        dict(sdpo_wrapper="entropy_opd"),
+        dict(sdpo_wrapper="entropy_opd", entropy_opd_h_max=20.0),
+    ),
+    "beta_replay": dict(beta_replay=0.9),
+    "dpo_variant": dict(dpo_variant="simpo"),
+    "replay_loss_type": dict(replay_loss_type="hinge"),
+    "replay_label_smoothing": dict(replay_label_smoothing=0.2),
+    "replay_dpo_beta": dict(replay_dpo_beta=0.5),
+    "replay_length_normalised": dict(replay_length_normalised=True),
+    "simpo_beta": (dict(dpo_variant="simpo"), dict(dpo_variant="simpo", simpo_beta=1.0)),
+    "simpo_gamma": (dict(dpo_variant="simpo"), dict(dpo_variant="simpo", simpo_gamma=0.2)),
+    "policy_kind": dict(policy_kind="gspo"),
+    "epsilon_low": dict(epsilon_low=0.5),
+    "epsilon_high": dict(epsilon_high=0.9),
+    "max_completion_length": (
+        dict(policy_kind="dr_grpo", max_completion_length=9),
+        dict(policy_kind="dr_grpo", max_completion_length=12),
+    ),
+    "kl_coef": dict(kl_coef=0.5),
+    "kl_estimator": (dict(kl_coef=0.5), dict(kl_coef=0.5, kl_estimator="k3")),
+}
+
+
+@pytest.fixture(scope="module")
+def everything() -> SimpleNamespace:
+    """A model and a batch in which every option has something to act on: advantages of both signs, ratios beyond
+    both clips, a reference.
+    """
+    model = tiny.model()
+    batch = full_batch(model)
+    torch.manual_seed(0)
+    shape = batch["input_ids"].shape
+    logps = -torch.rand(shape) * 2 - 9.5
+    more = {"advantages": torch.tensor([1.0, -1.0, 0.5]), "old_logprobs": logps, "ref_logprobs": logps - torch.rand(shape)}
+    return SimpleNamespace(model=model, teacher=tiny.model(seed=1), batch=batch | more)
+
+
+def loss_and_gradient(at: SimpleNamespace, **options: object) -> torch.Tensor:
+    at.model.zero_grad()
+    parts = compose_loss(at.model, at.batch, teacher=at.teacher, **(LIT | options))
+    parts.total.backward()
+    gradient = torch.cat([p.grad.flatten() for p in at.model.parameters()])
+    return torch.cat([parts.total.detach().view(1), gradient])
+
+
+def test_the_table_has_every_field_of_the_loss() -> None:
+    assert OTHER.keys() | {"sdpo_fused"} == {f.name for f in dataclasses.fields(LossConfig)}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_field_of_the_loss_changes_it(everything: SimpleNamespace, name: str) -> None:
+    given = OTHER[name]
+    before, after = given if isinstance(given, tuple) else ({}, given)
+    found = [loss_and_gradient(everything, **options) for options in (before, after)]
+    assert not torch.equal(*found), f"{name} changed nothing"
+
+
+def test_streaming_is_a_way_to_compute_and_no_other_loss(everything: SimpleNamespace) -> None:
+    streamed, whole = (loss_and_gradient(everything, sdpo_fused=fused) for fused in (True, False))
+    assert (streamed - whole).norm() < 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(sdpo_top_k_source="teacher"), dict(sdpo_tail=False), dict(entropy_opd_h_max=1.0), dict(simpo_gamma=0.3),
+        dict(simpo_beta=1.0), dict(dpo_variant="simpo", replay_dpo_beta=0.3), dict(taid_t=0.3),
+        dict(dpo_variant="simpo", replay_length_normalised=True), dict(sdpo_wrapper="eopd", sdpo_jsd_beta=0.2),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no effect|go together"):
+        LossConfig(**options)
+
+
+def test_the_groups_share_no_field() -> None:
+    groups = [{f.name for f in dataclasses.fields(g)} for g in (HintOptions, PreferenceOptions, PolicyTermOptions)]
+    assert len(set.union(*groups)) == sum(map(len, groups))
+
+
+# --- the trainer ------------------------------------------------------------------------------------
+
+OWN = [f.name for f in dataclasses.fields(ComposerConfig) if f.name not in {g.name for g in dataclasses.fields(type(arguments("x")))}]
+# Options of the trainer that are not the loss's: before, after, and further settings of both.
+TRAINED = {
+    "teacher": ({}, dict(teacher="frozen")),
+    "teacher_ema_rate": ({}, dict(teacher_ema_rate=0.9)),
+    "placement": ({}, dict(placement="system")),
+    "rlsd": ({}, dict(rlsd=0.9)),
+    "rlsd_steps": (dict(rlsd=0.9), dict(rlsd=0.9, rlsd_steps=1)),
+    "kl_estimator": (dict(trl=dict(beta=50.0)), dict(trl=dict(beta=50.0), kl_estimator="k1")),
+    "advantages": (dict(trl=dict(scale_rewards="none")), dict(trl=dict(scale_rewards="none"), advantages="rloo")),
+    "policy_loss": (dict(trl=dict(num_iterations=2)), dict(trl=dict(num_iterations=2), policy_loss="dppo")),
+    "alpha_schedule": ({}, dict(alpha_schedule="linear")),
+    "alpha_until": (dict(alpha_schedule="linear"), dict(alpha_schedule="linear", alpha_until=0.5)),
+    "beta_schedule": ({}, dict(beta_schedule="cosine")),
+    "beta_until": (dict(beta_schedule="cosine"), dict(beta_schedule="cosine", beta_until=0.5)),
+    "taid_schedule": (dict(sdpo_wrapper="taid", taid_t=0.4), dict(sdpo_wrapper="taid", taid_schedule="linear")),
+    "pairs_per_step": ({}, dict(pairs_per_step=4)),
+}
+# What a run says rather than how it trains: these change the log, not the weights.
+REPORTED = {"lift_steps": "sdpo/lift", "grad_norm_steps": "sdpo/grad_norm"}
+LOSS_FIELDS = {f.name for g in (HintOptions, PreferenceOptions) for f in dataclasses.fields(g)}
+
+
+def test_the_table_has_every_field_of_the_trainer() -> None:
+    rest = set(OWN) - LOSS_FIELDS - TRAINED.keys() - REPORTED.keys()
+    assert rest == {"dark_steps", "share_prefixes"}  # tested in test_trainer: a warning, and equal gradients
+
+
+def weights_after(folder, trl=None, **options) -> torch.Tensor:
+    model = tiny.saved_model(folder / "model")
+    trainer = lit(folder, model=model, options=dict(max_steps=3) | (trl or {}), grad_norm_steps=options.pop("grad_norm_steps", 0), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run too short for TAID says so
+        trainer.train()
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_field_of_the_trainer_changes_the_run(tmp_path, name) -> None:
+    before, after = (weights_after(tmp_path / str(i), **options) for i, options in enumerate(TRAINED[name]))
+    assert not torch.equal(before, after), f"{name} changed nothing"
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_FIELDS - {"sdpo_fused"}))
+def test_the_trainer_hands_every_field_of_the_loss_on(tmp_path, name) -> None:
+    given = OTHER[name]
+    after = LIT | (given[1] if isinstance(given, tuple) else given)
+    assert getattr(adopt(arguments(tmp_path), after).loss_config(), name) == after[name]
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_every_field_of_the_report_shows_in_the_log(tmp_path, name) -> None:
+    logs = []
+    for value in (0, 1):
+        trainer = lit(tmp_path / str(value), **(dict(grad_norm_steps=0) | {name: value}), options=dict(max_steps=1))
+        trainer.train()
+        logs.append(set().union(*trainer.state.log_history))
+    assert REPORTED[name] not in logs[0] and REPORTED[name] in logs[1]
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(kl_estimator="k1"), "beta=0"),
+        (dict(advantages="rloo"), "scale_rewards"),
+        (dict(alpha_until=0.5), "alpha_until"),
+        (dict(taid_schedule="linear"), "sdpo_wrapper='taid'"),
+        (dict(teacher="live", teacher_ema_rate=0.2), "teacher_ema_rate"),
+        (dict(policy_loss="dppo", trl=dict(loss_type="grpo")), "loss_type='grpo'"),
+        (dict(policy_loss="dppo", trl=dict(delta=2.0)), "delta"),
+        (dict(policy_loss="dppo", trl=dict(beta=0.1)), "beta=0.1"),
+    ],
+)
+def test_combinations_without_sense_are_refused_when_the_trainer_is_built(tmp_path, options, says) -> None:
+    trl = options.pop("trl", {})
+    with pytest.raises(ValueError, match=says):
+        build(tmp_path, options=trl, **options)
+
+
+@pytest.mark.parametrize("options", [dict(kl_coef=50.0), dict(policy_kind="gspo"), dict(epsilon_low=0.3)])
+def test_the_policy_term_of_a_loss_config_is_refused_by_name(tmp_path, options) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))}.*channel 1 is TRL's own loss"):
+        build(tmp_path, loss_config=LossConfig(**options))
+    with pytest.raises(TypeError, match="channel 1 is TRL's own loss"):
+        build(tmp_path, **options)
+
+
+def test_a_composer_config_is_trls_own_and_more(tmp_path) -> None:
+    args = adopt(arguments(tmp_path, max_steps=1), dict(alpha_sdpo=0.5, teacher="frozen"))
+    trainer = build(tmp_path, args=True, options=dict(max_steps=1), feedback_func=feedback, preference_dataset=PAIRS)
+    assert isinstance(trainer.args, ComposerConfig) and args.to_dict()["teacher"] == "frozen"
+    assert type(arguments(tmp_path)) is not ComposerConfig
+    saved = {f.name for f in dataclasses.fields(ComposerConfig)}
+    assert saved >= {"alpha_sdpo", "beta_replay", "teacher", "taid_schedule"}
+    assert TOKENIZER is trainer.processing_class
+
+
+def test_schedules_begin_at_the_weight_and_end_at_zero() -> None:
+    for kind in ("linear", "cosine"):
+        values = [scheduled(0.4, kind, 0.5, p / 10) for p in range(11)]
+        assert values[0] == 0.4 and values == sorted(values, reverse=True) and max(values[5:]) < 1e-12
+    assert scheduled(0.4, "constant", 1.0, 1.0) == 0.4
