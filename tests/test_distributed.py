@@ -75,5 +75,7 @@ def test_two_processes_take_the_step_of_one(tmp_path, measure):
     assert (alone - together).norm() / alone.norm() < 1e-4
     for name in ("sdpo/tokens", "replay/pairs"):
         assert log[name] == alone_log[name] > 0
-    for name in ("sdpo/loss", "replay/loss"):  # an untrained model's divergence is near rounding level
-        assert log[name] == pytest.approx(alone_log[name], rel=1e-2)
+    # An untrained model's divergence (6e-7) is near rounding level: log-probs are near -10, where fp32 steps are 1e-6.
+    # Prefixes are shared within a process, so two processes add in another order than one.
+    for name in ("sdpo/loss", "replay/loss"):
+        assert log[name] == pytest.approx(alone_log[name], rel=1e-2, abs=5e-8)

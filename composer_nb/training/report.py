@@ -16,7 +16,7 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels', 'SeriesWatch']
+__all__ = ['Gradients', 'COUNTED', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels', 'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
 Gradients = list[Tensor | None]
@@ -46,6 +46,9 @@ def measured(
     ]
     return parts.total.detach() + sum(carrier - carrier.detach() for carrier in carriers), own
 
+# %% ../../nbs/training/37_report.ipynb #counted0
+COUNTED = {"sdpo": "tokens", "replay": "pairs"}
+
 # %% ../../nbs/training/37_report.ipynb #3c4478af
 class StepReport:
     "Sums over the micro-batches of a step, and warnings given once; `mean` averages a vector over processes."
@@ -57,16 +60,17 @@ class StepReport:
         self.told: set[str] = set()
         self.watch, self.dark = SeriesWatch(self.tell), DarkChannels(self.tell, dark_steps)
 
-    def add(self, parts: LossComponents, share: float) -> None:
-        "One micro-batch; `share` is the part of the step's pairs that it holds."
-        counted = {"sdpo": "tokens", "replay": "pairs"}
-        for name, loss in parts.lit.items():
-            self.sums[f"{name}__loss"] += loss.item()
-            if name in counted:
-                self.sums[f"{name}__weight"] = parts.weights[name]
-                self.sums[f"{name}__{counted[name]}"] += parts.scored[name]
-        for name, value in parts.metrics.items():
-            self.sums[f"replay__{name}"] += value * share
+    def add(self, parts: LossComponents, share: float, weights: Mapping[str, float]) -> None:
+        """One micro-batch with `share` of the step's pairs; `weights` of the channels that are on, dark here
+        or not.
+        """
+        self.sums["policy__loss"] += parts.lm_ce.item()
+        for name, weight in weights.items():  # every process has the same keys
+            self.sums[f"{name}__weight"] = weight
+            self.sums[f"{name}__loss"] += parts.lit[name].item() if name in parts.lit else 0.0
+            self.sums[f"{name}__{COUNTED[name]}"] += parts.scored[name]
+        for name in ("margin", "accuracy") if "replay" in weights else ():
+            self.sums[f"replay__{name}"] += parts.metrics.get(name, 0.0) * share
 
     def keep(self, gradients: Mapping[str, Gradients]) -> None:
         for name, own in gradients.items():

@@ -19,6 +19,7 @@ from trl import GRPOConfig
 
 from ..batch import ComposerDataCollator
 from ..distillation.taid import TAIDScheduler
+from ..forward.shared_body import why_not
 from ..forward.states import ForwardPass, causal_lm, forward_pass, head_shortcut
 from ..loss.compose import LossComponents, compose_channels
 from ..loss.config import LossConfig
@@ -43,6 +44,7 @@ __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings
 @contextlib.contextmanager
 def kept_states(model: nn.Module) -> Iterator[list[Tensor]]:
     "Keeps what the model's body returns inside."
+    why_not(model)  # its first look at a model is a pass over it, which is not the student's
     kept: list[Tensor] = []
     hook = causal_lm(model).base_model.register_forward_hook(
         lambda module, args, output: kept.append(output[0])
@@ -172,13 +174,12 @@ class ReportedTrainer(ChannelSetup):
     def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
         "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
         total, every = parts.total, self.args.grad_norm_steps
-        # fp16: unscaled gradients would underflow
-        scaled = getattr(self.accelerator, "scaler", None) is not None
-        if every and self.state.global_step % every == 0 and not scaled:
+        fp16 = getattr(self.accelerator, "scaler", None)  # unscaled gradients would underflow
+        if every and self.state.global_step % every == 0 and fp16 is None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             total, own = measured(parts, parameters, () if self._policy_moves(inputs) else ("policy",))
             self.report.keep(own)
-        self.report.add(parts, parts.scored["replay"] / self.pairs_per_step)
+        self.report.add(parts, parts.scored["replay"] / self.pairs_per_step, self._weights())
         accumulation, sums = self.args.gradient_accumulation_steps, self.report.sums
         sums["policy__active"] += (inputs["advantages"] != 0).float().mean().item() / accumulation
         sums["policy__tokens"] += inputs["completion_mask"].sum().item()
@@ -197,10 +198,16 @@ class ReportedTrainer(ChannelSetup):
         regularised = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
         return regularised or bool((inputs["advantages"] != 0).any())
 
-    def _look_for_dark(self, line: dict[str, float]) -> None:
+    def _weights(self, every: bool = False) -> dict[str, float]:
+        "Weights at this step, of `every` channel or of those that are on and have what they need."
         config = self.loss_config
-        weights = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
-        self.report.dark.look(self.state.global_step, weights, line, why_dark(self.feedback_func, self.pairs))
+        found = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
+        able = {"sdpo": self.teacher is not None and self.args.alpha_sdpo > 0, "replay": bool(self.pairs)}
+        return {name: weight for name, weight in found.items() if every or able[name]}
+
+    def _look_for_dark(self, line: dict[str, float]) -> None:
+        why = why_dark(self.feedback_func, self.pairs)
+        self.report.dark.look(self.state.global_step, self._weights(every=True), line, why)
 
 # %% ../../nbs/training/40_trainer.ipynb #f483f91e
 def why_dark(feedback_func: Any, pairs: Sequence[Any]) -> dict[str, str]:

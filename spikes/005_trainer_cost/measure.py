@@ -23,9 +23,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from composer_nb import loss as loss_room
 from composer_nb.batch import DPOPair
 from composer_nb.forward import shared_prefixes
+from composer_nb.loss import channels as loss_room
 from composer_nb.models import load_model, prepare_smollm2
 from composer_nb.trainer import ComposerReplicationTrainer
 
@@ -170,10 +170,10 @@ def build(spec: dict, folder: str):
 
 
 def counter(seen: dict):
-    """`encode_shared` that also counts what it was asked to compute: tokens with shared prompts once, and
+    """`shared_forward_pass` that also counts what it was asked to compute: tokens with shared prompts once, and
     rows of logits.
     """
-    real = loss_room.encode_shared
+    real = loss_room.shared_forward_pass
 
     def counting(model, ids, mask, needed_from=None):
         kind = "pair" if torch.is_grad_enabled() else "teacher"
@@ -208,16 +208,16 @@ def turns(spec: dict) -> dict:
         for name, (trainer, _) in trainers.items():
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(clocks[name])
-        counting, real = counter(seen), loss_room.encode_shared
+        counting, real = counter(seen), loss_room.shared_forward_pass
         full = trainers["full"][0]
         compute = full._compute_loss
 
         def counted(model, inputs):
-            loss_room.encode_shared = counting
+            loss_room.shared_forward_pass = counting
             try:
                 return compute(model, inputs)
             finally:
-                loss_room.encode_shared = real
+                loss_room.shared_forward_pass = real
 
         full._compute_loss = counted
         threads = [
