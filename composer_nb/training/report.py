@@ -84,12 +84,11 @@ class StepReport:
 
     def flush(self, device: torch.device) -> dict[str, float]:
         "The step's line, and an empty report for the next."
-        names = sorted(self.sums)
+        names, joint = sorted(self.sums), ("tokens", "pairs")
         means = self.mean(torch.tensor([self.sums[name] for name in names], device=device)).tolist()
-        over = {name: self.processes if name.endswith(("tokens", "pairs")) else 1 for name in names}
+        over = {name: self.processes if name.endswith(joint) else 1 for name in names}
         line = {name: mean * over[name] for name, mean in zip(names, means)} | gradient_line(self.gradients)
-        self.sums.clear()
-        self.gradients.clear()
+        self.sums.clear(), self.gradients.clear()
         return line
 
 # %% ../../nbs/training/37_report.ipynb #b050e975

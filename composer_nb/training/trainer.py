@@ -194,20 +194,19 @@ class ReportedTrainer(ChannelSetup):
         return total
 
     def _policy_moves(self, inputs: dict[str, Any]) -> bool:
-        "Whether channel 1 can have a gradient at all; without advantage and regularisers it has none."
+        "Whether channel 1 can have a gradient: without advantage and regularisers it has none."
         regularised = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
         return regularised or bool((inputs["advantages"] != 0).any())
 
     def _weights(self, every: bool = False) -> dict[str, float]:
         "Weights at this step, of `every` channel or of those that are on and have what they need."
-        config = self.loss_config
-        found = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}
+        found = {"sdpo": self.loss_config.alpha_sdpo, "replay": self.loss_config.beta_replay}
         able = {"sdpo": self.teacher is not None and self.args.alpha_sdpo > 0, "replay": bool(self.pairs)}
         return {name: weight for name, weight in found.items() if every or able[name]}
 
     def _look_for_dark(self, line: dict[str, float]) -> None:
-        why = why_dark(self.feedback_func, self.pairs)
-        self.report.dark.look(self.state.global_step, self._weights(every=True), line, why)
+        step, why = self.state.global_step, why_dark(self.feedback_func, self.pairs)
+        self.report.dark.look(step, self._weights(every=True), line, why)
 
 # %% ../../nbs/training/40_trainer.ipynb #f483f91e
 def why_dark(feedback_func: Any, pairs: Sequence[Any]) -> dict[str, str]:
