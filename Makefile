@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 TORCH_INDEX ?=
 
 QUICKSTART_SPIKE ?= 006_real_model_cpu
-QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=6 -p compare=spikes/006_real_model_cpu/runs/cold-live-seed0
+QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p heldout=24 -p started=$(STARTED)
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 STAGES := install browser lint sync clean-check lone book pytest smoke
@@ -32,9 +32,9 @@ export TOKENIZERS_PARALLELISM := false
 quickstart: core model ## install the core, train the bundled model for a few steps, show the results
 	@$(PY) spikes/run.py $(QUICKSTART_SPIKE) --out $(QUICKSTART_OUT) $(QUICKSTART_PARAMETERS)
 	@$(PY) -m nbconvert --log-level WARN --to html $(QUICKSTART_OUT)/spike.ipynb
-	@echo
-	@echo "results: $(QUICKSTART_OUT)/metrics.json"
-	@echo "page:    $(CURDIR)/$(QUICKSTART_OUT)/spike.html"
+	@$(PY) scripts/quickstart_summary.py $(QUICKSTART_OUT)
+	@echo "open:    $(CURDIR)/$(QUICKSTART_OUT)/spike.html"
+	@echo "figures: $(QUICKSTART_OUT)/metrics.json"
 	@echo "took $$(( $$(date +%s) - $(STARTED) )) s"
 
 .PHONY: test

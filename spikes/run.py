@@ -10,6 +10,7 @@ Notebooks never import this file: on Colab a spike runs without it.
 
 import argparse
 import ast
+import contextlib
 import io
 import itertools
 import json
@@ -21,9 +22,10 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +35,7 @@ import nbformat
 import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
+from tqdm.auto import tqdm
 
 from composer_nb.files import write_text
 from composer_nb.results import (
@@ -49,6 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMOKE_RUN = "_smoke"
 SMOKE_CELL_LIMIT_S = 600
 SCRATCH = Path("out", "scratch")
+PROGRESS = "progress.txt"  # lines that a spike wants seen while it runs
 RUNNING = ".running.json"  # what an attempt was asked, while it runs and after it was killed
 
 METRICS_FIELDS: dict[str, tuple[type, ...]] = {
@@ -565,6 +569,33 @@ def finished_with(job: Job, root: Path) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def shown(path: Path) -> Iterator[None]:
+    """Print the lines that a spike appends to `path` while it runs; afterwards the file is gone."""
+    path.unlink(missing_ok=True)
+    over = threading.Event()
+
+    def follow() -> None:
+        at, last = 0, False
+        while not last:
+            last = over.wait(0.5)
+            if path.is_file():
+                with path.open(encoding="utf-8") as lines:
+                    lines.seek(at)
+                    for line in iter(lines.readline, ""):
+                        tqdm.write(line.rstrip())
+                    at = lines.tell()
+
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        over.set()
+        reader.join()
+        path.unlink(missing_ok=True)
+
+
 def execute(
     job: Job,
     *,
@@ -589,17 +620,18 @@ def execute(
     attempts = _begin(prepared, failed)
     stamp = _stamp(out / "metrics.json")
     try:
-        papermill.execute_notebook(
-            prepared.notebook,
-            str(running),
-            parameters=dict(prepared.parameters),
-            kernel_name="python3",
-            language="python",
-            cwd=str(root),
-            progress_bar=progress_bar,
-            log_output=log_output,
-            execution_timeout=cell_limit_s,
-        )
+        with shown(out / PROGRESS):
+            papermill.execute_notebook(
+                prepared.notebook,
+                str(running),
+                parameters=dict(prepared.parameters),
+                kernel_name="python3",
+                language="python",
+                cwd=str(root),
+                progress_bar=progress_bar,
+                log_output=log_output,
+                execution_timeout=cell_limit_s,
+            )
         if _stamp(out / "metrics.json") == stamp:
             raise SpikeError("the notebook ended without writing metrics.json into its `out` folder")
         metrics = finish_metrics(prepared, attempts)

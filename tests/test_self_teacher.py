@@ -458,3 +458,20 @@ def test_an_average_of_nothing_is_refused():
     student = adapted().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to average"):
         SelfTeacher(student, "ema")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_average_of_a_16_bit_model_takes_small_steps(dtype):
+    """Full weights in 16 bits: the average is kept in fp32, so two hundred small steps close the gap."""
+    student = tiny.model(dtype=dtype)
+    teacher = SelfTeacher(student, "ema", 0.05)
+    with torch.no_grad():
+        for p in student.parameters():
+            p.mul_(1.01)
+    for _ in range(200):
+        teacher.update()
+    assert {value.dtype for value in teacher.average.values()} == {torch.float32}
+    with teacher.use() as module:
+        assert module is student  # lent, with the average inside
+    gaps = [(teacher.average[name] - p.float()).norm() / p.float().norm() for name, p in student.named_parameters()]
+    assert max(gaps) < 1e-3

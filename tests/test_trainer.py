@@ -6,10 +6,12 @@ import inspect
 import json
 import logging
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -22,6 +24,7 @@ from composer_nb.trainer import ComposerReplicationTrainer, Feedback, last_check
 from composer_nb.training import seams as room
 from composer_nb.training import trainer as trainer_module
 from composer_nb.training.config import adopt
+from composer_nb.training.hinting import refuse_shards
 from composer_nb.training.presets import with_length_penalty
 from composer_nb.training.sharing import PrefixSharingTrainer
 
@@ -668,3 +671,20 @@ def test_the_length_penalty_wraps_a_reward():
         with_length_penalty(graded, k=1.0, q=0.0, weight=-1)
     with pytest.raises(ValueError, match="k is 0"):
         with_length_penalty(graded, k=0, q=0.0, weight=1)
+
+
+@pytest.mark.parametrize("kind, stage, said", [("FSDP", None, "FSDP"), ("DEEPSPEED", 3, "ZeRO-3")])
+def test_shards_are_refused(kind, stage, said):
+    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    accelerator = SimpleNamespace(distributed_type=DistributedType[kind], state=state)
+    with pytest.raises(ValueError, match=f"do not run under {said} yet.*beta_replay=0"):
+        refuse_shards(SimpleNamespace(accelerator=accelerator, model=tiny.model()))
+
+
+def test_prompt_tuning_is_refused_when_the_trainer_is_built(tmp_path):
+    from peft import PromptTuningConfig, TaskType
+
+    learned = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens"):
+        lit(tmp_path, peft_config=learned)

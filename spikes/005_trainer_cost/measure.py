@@ -13,17 +13,17 @@ import json
 import logging
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from composer_nb.batch import DPOPair
+from composer_nb.drills.turns import MIB, resident, train_in_turns
 from composer_nb.forward import shared_prefixes
 from composer_nb.loss import channels as loss_room
 from composer_nb.models import load_model, prepare_smollm2
@@ -31,56 +31,7 @@ from composer_nb.trainer import ComposerReplicationTrainer
 
 warnings.filterwarnings("ignore")
 logging.getLogger("transformers").setLevel(logging.ERROR)
-MIB = 2**20
 HINT = 'Answer with one JSON object only. "name" is one of the functions above. "arguments" holds every required argument with the type that is asked for.'
-
-
-def resident(field: str) -> int:
-    """Bytes of VmRSS (now) or VmHWM (peak) of this process."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-class Turns:
-    """Lets threads take one step each, in a fixed order."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names, self.at, self.change = list(names), 0, threading.Condition()
-
-    def take(self, name: str) -> None:
-        """Wait until it is this one's turn."""
-        with self.change:
-            self.change.wait_for(lambda: self.names[self.at] == name)
-
-    def done(self, name: str, leave: bool = False) -> None:
-        """Hand over to the next; `leave` for good."""
-        with self.change:
-            place = self.names.index(name)
-            if leave:
-                self.names.pop(place)
-                self.at = place % len(self.names) if self.names else 0
-            else:
-                self.at = (place + 1) % len(self.names)
-            self.change.notify_all()
-
-
-class Clock(TrainerCallback):
-    """Seconds of each optimizer step, rollouts included; with `turns`, between waits for one's turn."""
-
-    def __init__(self, name: str, turns: Turns | None = None) -> None:
-        self.name, self.turns, self.seconds = name, turns, []
-
-    def on_step_begin(self, *_, **__) -> None:
-        if self.turns:
-            self.turns.take(self.name)
-        self.start = time.perf_counter()
-
-    def on_step_end(self, *_, **__) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.start)
-        if self.turns:
-            self.turns.done(self.name)
 
 
 def prompts(count: int) -> list[list[dict]]:
@@ -191,23 +142,10 @@ def turns(spec: dict) -> dict:
     channels had to compute.
     """
     seen = {"teacher_tokens": 0, "teacher_rows": 0, "pair_tokens": 0, "pair_rows": 0}
-    order = Turns(spec["variants"])
-    clocks = {name: Clock(name, order) for name in spec["variants"]}
-    failed: list[BaseException] = []
-
-    def run(name: str, trainer) -> None:
-        try:
-            trainer.train()
-        except BaseException as error:  # handed to the main thread, which raises it
-            failed.append(error)
-        finally:
-            order.done(name, leave=True)
-
     with tempfile.TemporaryDirectory() as folder:
         trainers = {name: build(spec | {"variant": name}, f"{folder}/{name}") for name in spec["variants"]}
-        for name, (trainer, _) in trainers.items():
+        for trainer, _ in trainers.values():
             trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(clocks[name])
         counting, real = counter(seen), loss_room.shared_forward_pass
         full = trainers["full"][0]
         compute = full._compute_loss
@@ -220,16 +158,8 @@ def turns(spec: dict) -> dict:
                 loss_room.shared_forward_pass = real
 
         full._compute_loss = counted
-        threads = [
-            threading.Thread(target=run, args=(name, trainer)) for name, (trainer, _) in trainers.items()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
-    seconds = {name: clock.seconds[1:] for name, clock in clocks.items()}
+        took = train_in_turns({name: trainer for name, (trainer, _) in trainers.items()})
+    seconds = {name: steps[1:] for name, steps in took.items()}
     return {"seconds": seconds, **{k: v / spec["steps"] for k, v in seen.items()}}
 
 
