@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -473,3 +474,31 @@ def test_a_wrong_line_of_a_queue_is_named_before_anything_runs(tmp_path: Path, t
 def test_a_queue_file_that_is_not_there_says_what_a_line_is(tmp_path: Path) -> None:
     done = execute(tmp_path, "--queue", str(tmp_path / "none.txt"))
     assert done.returncode == 1 and "a line is SLUG RUN" in done.stderr
+
+
+# --- progress ---------------------------------------------------------------------------------------
+
+
+def test_lines_of_a_spike_are_shown_while_it_runs(tmp_path: Path, monkeypatch) -> None:
+    path, seen = tmp_path / "progress.txt", []
+    path.write_text("left by an earlier attempt\n")
+    monkeypatch.setattr(run.tqdm, "write", seen.append)
+    with run.shown(path):
+        for line in ("step 1/2", "step 2/2"):
+            with path.open("a", encoding="utf-8") as lines:
+                lines.write(f"{line}\n")
+            deadline = time.monotonic() + 30
+            while line not in seen and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert seen[-1] == line  # now, and not only at the end
+    assert seen == ["step 1/2", "step 2/2"] and not path.exists()
+
+
+def test_the_quickstart_ends_with_three_lines_from_its_figures(tmp_path: Path) -> None:
+    figures = {"heldout_questions": 24, "heldout_before": 0.1, "hinted_before": 0.5, "heldout_after": 0.25,
+               "exact_before": 0.0, "exact_after": 0.125}  # fmt: skip
+    (tmp_path / "metrics.json").write_text(json.dumps({"figures": figures, "params": {"steps": 12}}))
+    script = RUNNER.parents[1] / "scripts" / "quickstart_summary.py"
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=True)
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 3 and all(part in done.stdout for part in ("0.10", "24 questions", "0.50", "12 steps", "0.25", "12%"))

@@ -1,0 +1,63 @@
+"""A run from a file: read as TRL reads its own, refused by name, trained, saved, scored."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from composer_nb.cli import app
+from composer_nb.training.command import RunOptions, read_run
+
+SHELL = CliRunner()
+QUIET = dict(use_cpu=True, bf16=False, report_to="none")
+
+
+def config(folder: Path, **fields: object) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(dict(output_dir=str(folder / "out"), **QUIET) | fields))
+    return path
+
+
+def test_words_win_over_the_file(tmp_path):
+    options, args = read_run(["--max_steps", "3", "--heldout", "5"], config(tmp_path, max_steps=9, alpha_sdpo=0.7))
+    assert (args.max_steps, args.alpha_sdpo, options.heldout) == (3, 0.7, 5)
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        (dict(alpha_spdo=1.0), "alpha_spdo"),
+        (dict(alpha_sdpo=-1.0), "alpha_sdpo=-1.0"),
+        (dict(kl_estimator="k1"), "beta=0"),
+        (dict(heldout=-1), "heldout=-1"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_by_name(tmp_path, fields, says):
+    done = SHELL.invoke(app, ["train", str(config(tmp_path, **fields))])
+    assert done.exit_code == 1 and says in done.output
+
+
+def test_a_missing_file_says_what_to_write(tmp_path):
+    done = SHELL.invoke(app, ["train", str(tmp_path / "none.yaml")])
+    assert done.exit_code == 1 and "no such file" in done.output and "output_dir" in done.output
+
+
+def test_an_unknown_task_is_refused():
+    with pytest.raises(ValueError, match="task='chess'"):
+        RunOptions(task="chess")
+
+
+@pytest.mark.model
+def test_train_and_eval_from_a_shell_agree(tmp_path):
+    path = config(
+        tmp_path, questions=4, heldout=2, longest_prompt=165, longest_answer=6, max_steps=1, num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=4, beta_replay=0.0, teacher="live",
+        gradient_checkpointing=False, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trained = SHELL.invoke(app, ["train", str(path)])
+    assert trained.exit_code == 0, trained.output
+    asked = ["--heldout", "2", "--longest-prompt", "165", "--longest-answer", "6"]
+    scored = SHELL.invoke(app, ["eval", str(tmp_path / "out"), *asked])
+    lines = [line for line in scored.output.splitlines() if line.startswith(("graded", "exact"))]
+    assert scored.exit_code == 0 and len(lines) == 2 and all(line in trained.output for line in lines)
