@@ -79,7 +79,7 @@ nbtest: $(DEV_STAMP) ## run every chapter
 
 .PHONY: lone
 lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, only its launch cell installs
-	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers 3
 
 .PHONY: book
 book: $(DEV_STAMP) ## build the book with warnings as errors
@@ -90,8 +90,8 @@ pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --durations=10
 
 .PHONY: smoke
-smoke: $(DEV_STAMP) model ## every spike with smoke=True, two at a time, one thread each
-	@$(PY) spikes/run.py --list | sort -r | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(PY) spikes/run.py --smoke
+smoke: $(DEV_STAMP) model ## every spike with smoke=True, three at a time, one thread each: much of it is waiting
+	@$(PY) spikes/run.py --list | sort -r | OMP_NUM_THREADS=1 xargs -n 1 -P 3 $(PY) spikes/run.py --smoke
 
 ##@ Daily work
 .PHONY: export

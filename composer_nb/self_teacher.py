@@ -69,7 +69,7 @@ def _trainable_copy(student: nn.Module) -> dict[str, Tensor]:
     trainable = {name: p.detach() for name, p in student.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError(
-            "no parameter of this PEFT model is trainable: there is nothing to average. "
+            "no parameter of this model is trainable: there is nothing to average. "
             "Load the adapter with is_trainable=True"
         )
     return {name: p.to(wide_dtype(p.dtype), copy=True) for name, p in trainable.items()}
@@ -259,9 +259,14 @@ def _keep(student: nn.Module, kind: TeacherKind, rate: float) -> Kept:
     adapters = hasattr(student, "disable_adapter")
     if adapters and kind in ("frozen", "trust_region"):
         _require_separable(student)
-    if kind == "live" or adapters:
+    if kind == "live" or adapters or (kind == "ema" and _sixteen_bit(student)):
         return Kept(average=_trainable_copy(student) if kind == "ema" else {})
     return Kept(copy=_copy(student))
+
+
+def _sixteen_bit(student: nn.Module) -> bool:
+    "Whether something trains in 16 bits: an average in that precision would not move by small steps."
+    return any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in student.parameters())
 
 
 def _origin(student: nn.Module, kind: TeacherKind) -> str:

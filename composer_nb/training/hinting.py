@@ -26,8 +26,8 @@ from .lift import teacher_lift
 from .policy_terms import PolicyTermTrainer
 
 # %% auto #0
-__all__ = ['refuse_hint_settings', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher', 'FeedbackTrainer',
-           'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
+__all__ = ['refuse_hint_settings', 'refuse_shards', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
+           'FeedbackTrainer', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
 def refuse_hint_settings(trainer: Any) -> None:
@@ -54,7 +54,27 @@ def refuse_hint_settings(trainer: Any) -> None:
         raise ValueError(f"{said}: set lift_steps=0")
     require_conversations(trainer.train_dataset)
 
+# %% ../../nbs/training/39_hinting.ipynb #refuse0
+def refuse_shards(trainer: Any) -> None:
+    """Raises ValueError where parameters are sharded or prompts are learned vectors: channels 2 and 3 run the
+    model's body and head by themselves, past what gathers shards and adds virtual tokens.
+    """
+    kind = str(getattr(trainer.accelerator, "distributed_type", "")).rpartition(".")[2]
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    if kind == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
+        said = "FSDP" if kind == "FSDP" else "ZeRO-3"
+        raise ValueError(
+            f"channels 2 and 3 do not run under {said} yet, whose parameters are in shards: use DDP or "
+            "ZeRO-2, or set alpha_sdpo=0 and beta_replay=0"
+        )
+    peft = getattr(trainer.model, "active_peft_config", None)
+    if getattr(peft, "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(peft).__name__} puts virtual tokens before the prompt, which hinted contexts would not "
+            "have: train LoRA or full weights, or set alpha_sdpo=0 and beta_replay=0"
+        )
 
+# %% ../../nbs/training/39_hinting.ipynb #refuse1
 def require_conversations(dataset: Any) -> None:
     "Raises ValueError where the first row's prompt is plain text."
     first = next(iter(dataset), None) if dataset is not None else None

@@ -30,7 +30,13 @@ from ..traces.pair import DPOPair
 from .checkpoint import ChannelState, read_state, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
-from .hinting import HintTrainer, UpdateTeacher, credited_advantages, refuse_hint_settings
+from composer_nb.training.hinting import (
+    HintTrainer,
+    UpdateTeacher,
+    credited_advantages,
+    refuse_hint_settings,
+    refuse_shards,
+)
 from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
@@ -137,6 +143,7 @@ def pairs_of(trainer: ChannelSetup, dataset: Any, cache: ReferenceCache | None) 
     pairs = as_pairs(dataset) if args.beta_replay > 0 else []
     if trainer.teacher is None and not pairs:
         return pairs
+    refuse_shards(trainer)
     trainer._base = fingerprint(model)
     if not head_shortcut(model):
         said = "this model's logits are not its head applied to its body"
@@ -280,6 +287,8 @@ class ComposerReplicationTrainer(ResumableTrainer):
     `policy/`, `sdpo/` and `replay/`, one value per optimizer step. `reference_cache` keeps DPO's
     reference scores (default: in the output folder).
     """
+
+    _name, _tag_names = "Composer", ["trl", "grpo", "composer-notebooks"]  # of the model card
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training or (self.teacher is None and not self.pairs):
