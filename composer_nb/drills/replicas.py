@@ -214,7 +214,44 @@ def wait_for(condition: Callable[[], Any], pause_s: float = 0.05) -> None:
         time.sleep(pause_s)
 
 
-class Run:
+class CommittedRounds:
+    """What is committed in `bucket`, round by round; `times` keeps when the newest one was seen."""
+
+    bucket: Bucket
+    times: list[tuple[float, int]]
+
+    def records(self) -> dict[int, str]:
+        """SHA-256 of each committed record, by round."""
+        keys = [key for key in self.bucket.list(f"{RUN}/rounds/") if key.endswith("/record.json")]
+        return {int(key.split("/")[2]): hashlib.sha256(self.bucket.get(key)).hexdigest() for key in keys}
+
+    def newest(self) -> int:
+        """The last committed round; 0 before the first."""
+        keys = self.bucket.list(f"{RUN}/rounds/")
+        found = max((int(key.split("/")[2]) for key in keys if key.endswith("/record.json")), default=0)
+        self.times.append((time.monotonic(), found))
+        return found
+
+    def ranks(self, round: int) -> tuple[int, ...]:
+        """Who is in a committed round."""
+        return Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json")).ranks
+
+    def chained(self) -> bool:
+        """Whether the records are those of rounds 1, 2, 3 and so on, each with the digest of the one
+        before."""
+        found = [
+            Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json"))
+            for round in sorted(self.records())
+        ]
+        return chained(found) and all(record.round == 1 for record in found[:1])
+
+    def lost(self, before: Mapping[int, str]) -> int:
+        """How many of these records are gone or changed."""
+        now = self.records()
+        return sum(now.get(round) != found for round, found in before.items())
+
+
+class Run(CommittedRounds):
     """A run in the bucket at `uri`. `options` go to every replica; `watcher` is the drill's own way into
     the bucket."""
 
@@ -268,36 +305,6 @@ class Run:
             return bool(condition())
 
         wait_for(holds, 0.2 if self.store == "s3" else 0.05)
-
-    def records(self) -> dict[int, str]:
-        """SHA-256 of each committed record, by round."""
-        keys = [key for key in self.bucket.list(f"{RUN}/rounds/") if key.endswith("/record.json")]
-        return {int(key.split("/")[2]): hashlib.sha256(self.bucket.get(key)).hexdigest() for key in keys}
-
-    def newest(self) -> int:
-        """The last committed round; 0 before the first."""
-        keys = self.bucket.list(f"{RUN}/rounds/")
-        found = max((int(key.split("/")[2]) for key in keys if key.endswith("/record.json")), default=0)
-        self.times.append((time.monotonic(), found))
-        return found
-
-    def ranks(self, round: int) -> tuple[int, ...]:
-        """Who is in a committed round."""
-        return Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json")).ranks
-
-    def chained(self) -> bool:
-        """Whether the records are those of rounds 1, 2, 3 and so on, each with the digest of the one
-        before."""
-        found = [
-            Record.from_bytes(self.bucket.get(f"{RUN}/rounds/{round:08d}/record.json"))
-            for round in sorted(self.records())
-        ]
-        return chained(found) and all(record.round == 1 for record in found[:1])
-
-    def lost(self, before: Mapping[int, str]) -> int:
-        """How many of these records are gone or changed."""
-        now = self.records()
-        return sum(now.get(round) != found for round, found in before.items())
 
     def later(self, rounds: int = 2) -> int:
         """Wait until the others have committed so many rounds more; the last one."""

@@ -101,8 +101,8 @@ class Server:
         return await call.answer()
 
 
-class Call:
-    """One request and the many ways to answer it: a method per fault."""
+class Request:
+    """One request, and what answers to it are made of."""
 
     def __init__(self, server: Server, target: list[str], headers: dict[str, str], raw: bytes,
                  writer: asyncio.StreamWriter) -> None:
@@ -118,13 +118,6 @@ class Call:
         self.content = hashlib.sha256(json.dumps([self.model, messages], sort_keys=True).encode()).hexdigest()
         self.facts = {"content": self.content, "model": self.model, "fault": self.fault}
 
-    async def answer(self) -> bool:
-        if not self.path.endswith("/chat/completions"):
-            return await self.error(404, "no such path")
-        method = getattr(self, "do_" + self.fault.replace("-", "_"), None)
-        return await (method or self.do_ok)()
-
-    # --- what answers are made of ---
     def bill(self) -> None:
         self.server.books.write("billed", **self.facts)
 
@@ -161,7 +154,10 @@ class Call:
     async def error(self, status: int, message: str, *, extra: str = "", **more: Any) -> bool:
         return await self.send(status, {"error": {"code": status, "message": message, **more}}, extra=extra)
 
-    # --- good answers ---
+
+class GoodAnswers(Request):
+    """Answers that a client can use: a method for each."""
+
     async def do_ok(self) -> bool:
         return await self.send(200, self.completion())
 
@@ -183,7 +179,10 @@ class Call:
     async def do_versioned(self) -> bool:
         return await self.send(200, self.completion(model=f"{self.model}-2026-02-01"))
 
-    # --- refusals before any work: nothing is charged ---
+
+class Refusals(GoodAnswers):
+    """Refusals before any work: nothing is charged."""
+
     async def do_status(self) -> bool:
         """`status~CODE`: always this status. `status~CODE~N`: N times, then ok."""
         code, _, times = self.argument.partition("~")
@@ -230,7 +229,10 @@ class Call:
     async def do_moderated(self) -> bool:
         return await self.error(403, "flagged", metadata={"reasons": ["violence"], "flagged_input": "..."})
 
-    # --- a connection that fails after the request went out: a provider may well charge ---
+
+class BrokenConnections(Refusals):
+    """A connection that fails after the request went out: a provider may well charge."""
+
     async def do_never(self) -> bool:
         self.bill()
         await asyncio.sleep(3600)
@@ -263,7 +265,10 @@ class Call:
             await asyncio.sleep(float(self.argument or 0.05))
         return True
 
-    # --- answers that are charged and worth nothing ---
+
+class WorthlessAnswers(BrokenConnections):
+    """Answers that are charged and worth nothing."""
+
     async def do_invalid_json(self) -> bool:
         return await self.send(200, b'{"choices": [{"message": {"content": "unfini')
 
@@ -309,6 +314,10 @@ class Call:
             200, self.completion({"role": "assistant", "content": "I would first"}, "length")
         )
 
+
+class StrangeAnswers(WorthlessAnswers):
+    """Answers that no document allows, of any size and length."""
+
     async def do_strange(self) -> bool:
         """Fields of types that no document allows."""
         payload = self.completion({"role": "assistant", "content": 7, "tool_calls": {"a": 1}})
@@ -338,6 +347,17 @@ class Call:
 
     async def do_redirect(self) -> bool:
         return await self.send(307, b"", extra=f"Location: http://127.0.0.1:{self.server.port}/elsewhere\r\n")
+
+
+class Call(StrangeAnswers):
+    """One request and the many ways to answer it."""
+
+    async def answer(self) -> bool:
+        """By the method that the fault names; whether the connection stays open."""
+        if not self.path.endswith("/chat/completions"):
+            return await self.error(404, "no such path")
+        method = getattr(self, "do_" + self.fault.replace("-", "_"), None)
+        return await (method or self.do_ok)()
 
 
 class FaultServer:
