@@ -90,6 +90,11 @@ def test_async_feedback_is_awaited():
 
     assert ask(slow, [1, 2], [3, 4]) == [Feedback("a hint"), None]
 
+    async def inside_a_running_loop():  # as in a notebook's cell
+        return ask(slow, [1, 2], [3, 4])
+
+    assert asyncio.run(inside_a_running_loop()) == [Feedback("a hint"), None]
+
 
 def test_a_run_with_async_feedback_is_the_run_with_plain_feedback(tmp_path):
     async def slow(**columns):
