@@ -44,12 +44,22 @@ def test_rloo_is_the_difference_to_the_others(group) -> None:
     rewards = torch.randn(3 * group, dtype=torch.float64)
     centred = (rewards.view(3, group) - rewards.view(3, group).mean(1, keepdim=True)).flatten()
     expected = group_advantages(rewards, group, kind="rloo")
-    assert torch.allclose(policy_terms.rloo_factor(group) * centred, expected)
+    assert torch.allclose(policy_terms.rloo_factors(rewards.view(-1, 1), group) * centred, expected)
+
+
+def test_rloo_leaves_unscored_answers_out() -> None:
+    nan = float("nan")
+    rewards = torch.tensor([1.0, nan, 0.0, 0.5, nan, nan, nan, 2.0])
+    means = rewards.view(2, 4).nanmean(1).repeat_interleave(4)
+    ours = policy_terms.rloo_factors(rewards.view(-1, 1), 4) * (rewards - means)
+    expected = group_advantages(rewards, 4, kind="rloo")
+    scored = ~rewards.isnan()
+    assert torch.allclose(ours[scored], expected[scored], atol=1e-6)
 
 
 def test_rloo_without_others_is_refused() -> None:
     with pytest.raises(ValueError, match="num_generations"):
-        policy_terms.rloo_factor(1)
+        policy_terms.rloo_factors(torch.ones(3, 1), 1)
 
 
 def test_rloo_advantages_reach_the_loss(tmp_path) -> None:
@@ -62,17 +72,18 @@ def test_rloo_advantages_reach_the_loss(tmp_path) -> None:
     assert torch.allclose(seen["rloo"], seen["trl"] * 4 / 3) and seen["trl"].abs().max() > 0
 
 
-def test_dppo_is_the_kernels_loss_over_the_tokens_of_the_step(tmp_path) -> None:
+def test_dppo_is_the_kernels_loss_over_the_tokens_of_the_step(tmp_path, monkeypatch) -> None:
     trainer = build(tmp_path, policy_loss="dppo", alpha_sdpo=0.0, options=dict(max_steps=2, num_iterations=2))
-    seen, inner = [], trainer._policy_loss
+    seen, inner = [], policy_terms.dppo_of
 
-    def watched(model, inputs):
-        loss = inner(model, inputs)
-        new, old, mask = trainer._last_logps, inputs.get("old_per_token_logps"), inputs["completion_mask"]
+    def watched(new, inputs, mask, args, items):
+        loss = inner(new, inputs, mask, args, items)
+        old = inputs.get("old_per_token_logps")
         expected = dppo_loss(new, new.detach() if old is None else old, inputs["advantages"], mask, denominator=mask.sum()).loss
         seen.append((loss.item(), expected.item()))
         return loss
 
-    trainer._policy_loss = watched
+    monkeypatch.setattr(policy_terms, "dppo_of", watched)
     trainer.train()
+    assert trainer._last_logps is None  # no graph is kept
     assert len(seen) == 2 and all(loss == pytest.approx(expected, abs=1e-7) for loss, expected in seen)

@@ -19,7 +19,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.cache_utils import DynamicCache
 
+from composer_nb.forward import shared_body
 from composer_nb.forward.shared_body import sharing_prefixes, why_not
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -128,3 +130,37 @@ def test_embeddings_in_place_of_ids_run_plain():
     with torch.no_grad(), sharing_prefixes(model) as calls:
         shared = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask).logits
     assert torch.equal(shared, model(input_ids=ids, attention_mask=mask).logits) and len(calls.declined) == 1
+
+
+def test_prompts_that_are_more_than_tokens_are_not_merged():
+    """Two rows with one text and two images would become one: tensors beside the ids keep the plain pass."""
+    model, seen = tiny.model(vocab_size=64), []
+    body, own = model.base_model, model.base_model.forward
+    body.forward = lambda *args, pixel_values=None, **rest: seen.append(len(rest["input_ids"])) or own(*args, **rest)
+    ids = torch.randint(3, 60, (1, 6)).expand(4, -1)
+    with torch.no_grad(), sharing_prefixes(model) as calls:
+        body(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, pixel_values=torch.randn(4, 3))
+    assert seen == [4] and set(calls.declined) == {"called with pixel_values"}
+    flat, deep = torch.zeros(4, 6), torch.zeros(4, 4, 6)  # some models number positions along several axes
+    assert shared_body._odd_prompt({"position_ids": flat, "use_cache": True}) == ""
+    assert shared_body._odd_prompt({"position_ids": deep}) == "called with position_ids"
+
+
+def test_a_cache_whose_rows_cannot_be_copied_runs_plain(monkeypatch):
+    model = tiny.model(vocab_size=64)
+    monkeypatch.setattr(shared_body, "can_continue", lambda lm, longest: False)
+    ids = torch.randint(3, 60, (1, 6)).expand(4, -1)
+    with torch.no_grad(), sharing_prefixes(model) as calls:
+        found = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+    assert any("continue exactly" in why for why in calls.declined)
+
+
+def test_a_model_first_met_under_checkpointing_shares_afterwards():
+    model = tiny.model(vocab_size=64).train()
+    model.base_model.gradient_checkpointing = True
+    with sharing_prefixes(model) as calls:
+        model(input_ids=batch()[0], attention_mask=batch()[1])
+    assert len(calls.declined) == 1
+    model.base_model.gradient_checkpointing = False
+    assert why_not(model) == ""

@@ -26,6 +26,7 @@ from composer_nb.training import trainer as trainer_module
 from composer_nb.training.config import adopt
 from composer_nb.training.hinting import refuse_shards
 from composer_nb.training.presets import with_length_penalty
+from composer_nb.training.report import SeriesWatch
 from composer_nb.training.sharing import PrefixSharingTrainer
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -688,3 +689,29 @@ def test_prompt_tuning_is_refused_when_the_trainer_is_built(tmp_path):
     learned = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
     with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens"):
         lit(tmp_path, peft_config=learned)
+
+
+def test_a_series_is_read_also_when_every_step_is_logged():
+    """TRL empties its buffers after each log: with `logging_steps=1` every step brings a new list of one."""
+    watch, told = SeriesWatch(lambda key, sentence: told.append(key)), []
+    for step in range(4):
+        watch.look({"entropy": [float(step)]})
+    longer = []
+    for step in range(3):
+        longer.append(float(step))
+        watch.look({"completions/mean_length": longer})
+    assert watch.history["entropy"] == [0.0, 1.0, 2.0, 3.0] and watch.history["completion_length"] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("options", [dict(bf16=False), dict(gradient_accumulation_steps=4), dict(scale_rewards=False)])
+def test_trls_fields_as_keywords_are_refused(tmp_path, options):
+    with pytest.raises(TypeError, match=f"{next(iter(options))} is TRL's: set it in ComposerConfig"):
+        build(tmp_path, **options)
+
+
+def test_another_class_of_arguments_is_refused(tmp_path):
+    class Mine(GRPOConfig):
+        pass
+
+    with pytest.raises(TypeError, match="args is a Mine: pass a ComposerConfig"):
+        adopt(Mine(str(tmp_path), use_cpu=True, bf16=False, report_to="none"), {})

@@ -27,8 +27,8 @@ from composer_nb.forward.states import (
 )
 
 # %% auto #0
-__all__ = ['SharedEncoded', 'encode_continuations', 'run_from_prefix', 'prefix_shortcut', 'can_continue', 'SharedForwardPass',
-           'continued_forward_pass']
+__all__ = ['SharedEncoded', 'encode_continuations', 'run_from_prefix', 'prefix_shortcut', 'continues_exactly', 'can_continue',
+           'SharedForwardPass', 'continued_forward_pass']
 
 # %% ../../nbs/kernels/10_prefixes.ipynb #c012-4bdb1d
 # rows can be selected, and autograd can follow the contents
@@ -118,6 +118,12 @@ def prefix_shortcut(model: nn.Module) -> bool:
     lm = causal_lm(model)
     if any(getattr(module, "gradient_checkpointing", False) and module.training for module in lm.modules()):
         return False
+    return continues_exactly(lm)
+
+
+def continues_exactly(model: nn.Module) -> bool:
+    "The same whatever mode the model is in now; looked at once, through the forward that it has then."
+    lm = causal_lm(model)
     if lm not in _PREFIX:
         _PREFIX[lm] = _check_prefix(lm)
     return _PREFIX[lm]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from .prefixes import can_continue
+from .prefixes import can_continue, continues_exactly
 from .sharing import MIN_SAVING, grouped_states, shared_prefixes
 from .states import causal_lm
 
@@ -121,6 +121,14 @@ def prefilled(
     return output
 
 
+def _odd_prompt(options: dict[str, Any]) -> str:
+    "What a row's tokens alone do not say, such as images; empty when there is nothing."
+    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    known = {name for name, value in tensors.items() if name == "cache_position" or value.dim() == 2}
+    known -= tensors.keys() - {"cache_position", "position_ids"}
+    return f"called with {', '.join(sorted(tensors.keys() - known))}" if tensors.keys() - known else ""
+
+
 def _rows(value: Any, rows: Tensor, batch: int) -> Any:
     "The rows of a per-row tensor; anything else as it is."
     per_row = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch
@@ -146,7 +154,7 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
     """
     body, calls = causal_lm(model).base_model, SharedCalls()
     patched, own = body.__dict__.get("forward"), body.forward
-    why_not(model)  # looks at the model once, through the forward that is about to change
+    continues_exactly(model)  # looked at once, through the forward that is about to change
 
     def forward(
         input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **options: Any
@@ -175,6 +183,9 @@ def _call(
         filling = isinstance(cache, DynamicCache) and cache.get_seq_length() == 0 and ids is not None
         if not filling or seen.shape != ids.shape:
             calls.add(size, size)  # a step of sampling: nothing to share
+            return plain()
+        if why := why_not(lm, ids.shape[-1]) or _odd_prompt(options):
+            calls.decline(why, size)
             return plain()
         output = prefilled(own, ids, seen, cache, calls, **options)
     else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from trl import TrlParser
 
 from ..loss.config import option
@@ -50,7 +51,12 @@ def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions
         raise ValueError(
             f"{path}: no such file; write one with output_dir: and the fields you want to change"
         )
-    options, args = TrlParser((RunOptions, ComposerConfig)).parse_args_and_config(given)
+    try:
+        options, args = TrlParser((RunOptions, ComposerConfig)).parse_args_and_config(given)
+    except SystemExit:
+        raise ValueError("a word was not understood; the lines above say which") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
     return options, args
 
 # %% ../../nbs/training/42_command.ipynb #b339c308

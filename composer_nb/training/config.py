@@ -60,6 +60,10 @@ class TeacherOptions:
         require(self, "rlsd", 0.0, 1.0, "need a share in [0, 1]")
         require(self, "rlsd_steps", 1, math.inf, "it fades over at least one step")
         require(self, "lift_steps", 0, math.inf, "every so many steps; 0 is never")
+        if self.rlsd == 0.0 and self.rlsd_steps != 50:
+            raise ValueError(
+                f"rlsd_steps={self.rlsd_steps} has no effect with rlsd=0: set rlsd, or leave it out"
+            )
         if self.teacher in ("live", "frozen") and self.teacher_ema_rate != 0.05:
             said = f"teacher_ema_rate={self.teacher_ema_rate} has no effect with teacher={self.teacher!r}"
             raise ValueError(f"{said}: use teacher='ema' or 'trust_region', or leave it out")
@@ -177,12 +181,20 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
         raise ValueError(
             f"kl_estimator={args.kl_estimator!r} has no effect with beta=0: set beta, the KL's weight"
         )
+    if args.advantages == "rloo" and args.multi_objective_aggregation != "sum_then_normalize":
+        said = f"multi_objective_aggregation={args.multi_objective_aggregation!r} divides by deviations"
+        raise ValueError(f"{said}, and advantages='rloo' by none: set 'sum_then_normalize'")
+    if args.fp16 and args.grad_norm_steps:
+        raise ValueError(
+            "grad_norm_steps has no effect with fp16, whose unscaled gradients underflow: set it to 0"
+        )
     if args.advantages == "rloo" and args.scale_rewards != "none":
         raise ValueError(
             f"advantages='rloo' divides by no deviation: set scale_rewards='none', not {args.scale_rewards!r}"
         )
 
 # %% ../../nbs/training/30_configuration.ipynb #ac869004
+_OWN = {f.name for f in fields(ComposerConfig)} - {f.name for f in fields(GRPOConfig)}
 _TRL_NAMES = {
     "policy_kind": "loss_type",
     "epsilon_low": "epsilon",
@@ -191,7 +203,7 @@ _TRL_NAMES = {
     "kl_coef": "beta",
 }
 
-
+# %% ../../nbs/training/30_configuration.ipynb #adopt0
 def adopt(
     args: GRPOConfig, options: Mapping[str, Any], loss_config: LossConfig | None = None
 ) -> ComposerConfig:
@@ -202,6 +214,14 @@ def adopt(
     for name in sorted(options.keys() & _TRL_NAMES.keys()):
         raise TypeError(f"{name}: channel 1 is TRL's own loss; set GRPOConfig({_TRL_NAMES[name]}=...)")
     refuse_unknown(options, {f.name for f in fields(ComposerConfig)})
+    if late := sorted(options.keys() & ({f.name for f in fields(GRPOConfig)} - _OWN)):
+        raise TypeError(
+            f"{late[0]} is TRL's: set it in ComposerConfig({late[0]}=...), where more is derived from it"
+        )
+    if not isinstance(args, ComposerConfig) and type(args) is not GRPOConfig:
+        raise TypeError(
+            f"args is a {type(args).__name__}: pass a ComposerConfig, or derive your class from it"
+        )
     if isinstance(args, ComposerConfig) and not options and loss_config is None:
         return args
     found = copy.copy(args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +49,8 @@ def ask(
     """
     answers = function(prompts=prompts, completions=completions, **columns)
     if inspect.isawaitable(answers):
-        answers = asyncio.run(_awaited(answers))
+        with ThreadPoolExecutor(1) as apart:  # a notebook's own thread has a loop that is running
+            answers = apart.submit(asyncio.run, _awaited(answers)).result()
     if len(answers) != len(prompts):
         raise ValueError(f"feedback_func returned {len(answers)} answers for {len(prompts)} completions")
     said = [Feedback(answer) if isinstance(answer, str) else answer for answer in answers]

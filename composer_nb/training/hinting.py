@@ -52,6 +52,9 @@ def refuse_hint_settings(trainer: Any) -> None:
     if args.lift_steps and args.teacher == "trust_region":
         said = "lift_steps samples from the teacher, and a trust region is a mixture of two models' logits"
         raise ValueError(f"{said}: set lift_steps=0")
+    if len(trainer.environment_factories or ()) > 1:
+        said = "each environment renders its own tools, and hinted contexts would hold those of all"
+        raise ValueError(f"{said}: give one environment, or set alpha_sdpo=0")
     require_conversations(trainer.train_dataset)
 
 # %% ../../nbs/training/39_hinting.ipynb #refuse0
@@ -155,6 +158,7 @@ class LiftTrainer(FeedbackTrainer):
     "Measures, on the rows with a hint, whether the hint still helps."
 
     _lifts: tuple[float, ...] = ()
+    _next_lift = 0
 
     def _measure_lift(self, batch: dict[str, Tensor]) -> None:
         pad, views = (
@@ -164,6 +168,7 @@ class LiftTrainer(FeedbackTrainer):
         options = {"generation_config": self.generation_config}
         lift = teacher_lift(batch, *views, self._fresh_reward, pad, self.accelerator.device, **options)
         self._lifts = (*self._lifts[-2:], lift)
+        self._next_lift = self.state.global_step + self.args.lift_steps
         self._record(sdpo__lift=lift)
         if len(self._lifts) == 3 and sum(self._lifts) <= 0:
             said = "the hint has shown no lift in its last three measurements"
@@ -200,7 +205,7 @@ class HintTrainer(LiftTrainer):
             self.report.tell(
                 "unplaced", f"{len(found.unplaced)} hints could not be placed and were left out: {why}"
             )
-        if hinted and self.args.lift_steps and self.state.global_step % self.args.lift_steps == 0:
+        if hinted and self.args.lift_steps and self.state.global_step >= self._next_lift:
             self._measure_lift(joined(output) | found.fields)
         return found.fields
 

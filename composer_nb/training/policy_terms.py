@@ -17,7 +17,7 @@ from ..policy import dppo_loss, kl_penalty
 from .sharing import PrefixSharingTrainer
 
 # %% auto #0
-__all__ = ['Reduction', 'PolicyTermTrainer', 'dppo_of', 'kl_term', 'rloo_factor']
+__all__ = ['Reduction', 'RlooTrainer', 'PolicyTermTrainer', 'dppo_of', 'kl_term', 'rloo_factors']
 
 # %% ../../nbs/training/34_policy_terms.ipynb #9b1ac299
 @dataclass(frozen=True)
@@ -50,38 +50,52 @@ class Reduction:
             )
         return mean / self.accumulation
 
-# %% ../../nbs/training/34_policy_terms.ipynb #bad306cc
-class PolicyTermTrainer(PrefixSharingTrainer):
-    "GRPOTrainer with `kl_estimator`, `advantages` and `policy_loss` of `ComposerConfig`."
+# %% ../../nbs/training/34_policy_terms.ipynb #rloo0
+class RlooTrainer(PrefixSharingTrainer):
+    "GRPOTrainer whose advantages may be RLOO's."
 
-    _last_logps: Tensor | None = None
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(model, *args, **options)
-        self._last_logps = found[0]
-        return found
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training and getattr(self.args, "advantages", "trl") == "rloo":
+            first = self.accelerator.process_index * len(prompts)
+            self._rloo = rloo_factors(rewards, self.num_generations)[first : first + len(prompts)]
+        return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
         if self.model.training and getattr(self.args, "advantages", "trl") == "rloo":
-            output["advantages"] = output["advantages"] * rloo_factor(self.num_generations)
+            output["advantages"] = output["advantages"] * self._rloo
         return output
+
+# %% ../../nbs/training/34_policy_terms.ipynb #bad306cc
+class PolicyTermTrainer(RlooTrainer):
+    "GRPOTrainer with `kl_estimator`, `advantages` and `policy_loss` of `ComposerConfig`."
+
+    _last_logps: Tensor | None = None
+    _wants_logps = False
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(model, *args, **options)
+        self._last_logps = found[0] if self._wants_logps else None  # it holds a graph
+        return found
 
     def _policy_loss(self, model: Any, inputs: dict[str, Any]) -> Float[Tensor, ""]:
         "TRL's loss of a micro-batch with our choices in it."
         kind, weight = getattr(self.args, "kl_estimator", "k3"), self.beta
         if not self.model.training or (kind == "k3" and getattr(self.args, "policy_loss", "trl") == "trl"):
             return super()._compute_loss(model, inputs)
+        self.beta, self._wants_logps = 0.0 if kind != "k3" else weight, True  # TRL's own KL is k3
         try:
-            self.beta = 0.0 if kind != "k3" else weight  # TRL's own KL is k3
             loss = super()._compute_loss(model, inputs)
         finally:
-            self.beta = weight
-        tool_mask = inputs.get("tool_mask")
-        mask = inputs["completion_mask"] if tool_mask is None else inputs["completion_mask"] * tool_mask
+            self.beta, self._wants_logps = weight, False
+            logps, self._last_logps = self._last_logps, None
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         if self.args.policy_loss == "dppo":
-            return dppo_of(self._last_logps, inputs, mask, self.args, self._reduction(inputs).items)
-        kl = kl_term(self._last_logps, inputs, mask, kind, self.args)
+            return dppo_of(logps, inputs, mask, self.args, self._reduction(inputs).items)
+        kl = kl_term(logps, inputs, mask, kind, self.args)
         self._metrics["train"]["kl"].append(((kl.detach() * mask).sum() / mask.sum().clamp(min=1)).item())
         return loss + weight * self._reduction(inputs)(kl, mask)
 
@@ -98,7 +112,7 @@ def dppo_of(
 ) -> Float[Tensor, ""]:
     "DPPO's loss of a micro-batch, divided by the `items` tokens of the optimizer step."
     old = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps"))
-    old = new.detach() if old is None else old
+    old = new.detach() if old is None else torch.where(old.isnan(), new.detach(), old)  # vLLM leaves NaN
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     return dppo_loss(
         new, old, inputs["advantages"], mask, low=args.epsilon, high=high, denominator=items
@@ -123,13 +137,17 @@ def kl_term(
     ratio = moved.exp()
     return kl * (ratio.detach() if kind == "k1" else ratio)
 
+# %% ../../nbs/training/34_policy_terms.ipynb #rloofac
+def rloo_factors(rewards: Float[Tensor, "B F"], group: int) -> Float[Tensor, " B"]:
+    """What turns a reward's difference to the mean of its group into that to the mean of the others.
 
-def rloo_factor(group: int) -> float:
-    """What turns a reward's difference to the mean of its group into that to the mean of the others. Needs
-    two answers.
+    `rewards`: one column per function, NaN where it gave none; an answer without any is not among the
+    others. 0 where nothing is left to compare with. Raises ValueError for a group of one.
     """
     if group < 2:
         raise ValueError(
             f"a group of {group} has no others: advantages='rloo' needs num_generations of at least 2"
         )
-    return group / (group - 1)
+    scored = (~rewards.isnan().all(1)).view(-1, group).sum(1)
+    factors = torch.where(scored > 1, scored / (scored - 1).clamp(min=1), 0.0)
+    return factors.repeat_interleave(group)

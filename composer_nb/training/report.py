@@ -136,9 +136,9 @@ class SeriesWatch:
     def look(self, metrics: Mapping[str, Sequence[float]]) -> None:
         "`metrics`: TRL's buffers, which grow within a logging interval and are emptied after it."
         for name, key in self.LOGGED.items():
-            values, before = metrics.get(key, []), self.read.get(key, 0)
-            fresh = values[before if len(values) >= before else 0 :]
-            self.read[key] = len(values)
+            values, (seen, before) = metrics.get(key, []), self.read.get(key, (None, 0))
+            fresh = values[before if values is seen else 0 :]
+            self.read[key] = (values, len(values))
             if fresh:
                 self.history[name].append(sum(fresh) / len(fresh))
         for sentence in collapse_warnings(self.history):

@@ -29,7 +29,7 @@ TRL_SEAMS: dict[str, tuple[str, ...]] = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "_save_checkpoint": ("self", "model", "trial"),
-    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }
 # Called through, whatever its arguments: only its name and what it returns matter.
 TRL_CALLED = ("_get_per_token_logps_and_entropies",)

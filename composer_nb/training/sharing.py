@@ -88,7 +88,9 @@ class PrefixSharingTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        sums = self.loss_type != "bnpo" and self.top_entropy_quantile >= 1.0
+        means = self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        whole = self.args.steps_per_generation % self.args.gradient_accumulation_steps == 0
+        sums = self.loss_type != "bnpo" and not means and whole
         fresh = self.model.training and self._buffered_inputs is not before
         if not (fresh and sums and getattr(self.args, "share_prefixes", False)):
             return inputs

@@ -43,7 +43,7 @@ from .seams import require_seams
 
 # %% auto #0
 __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
-           'channel_batch', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
+           'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
            'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
@@ -133,6 +133,7 @@ def teacher_of(trainer: ChannelSetup) -> SelfTeacher | None:
     args = trainer.args
     if trainer.feedback_func is None or not (args.alpha_sdpo > 0 or args.rlsd > 0):
         return None
+    refuse_shards(trainer)
     refuse_hint_settings(trainer)
     return SelfTeacher(trainer.model, args.teacher, args.teacher_ema_rate)
 
@@ -174,6 +175,12 @@ def channel_batch(trainer: ChannelSetup, inputs: dict[str, Any]) -> dict[str, Te
             batch |= {n: v.to(accelerator.device) for n, v in trainer._collate([], share).items()}
     return batch
 
+# %% ../../nbs/training/40_trainer.ipynb #moves0
+def policy_moves(trainer: Any, inputs: dict[str, Any]) -> bool:
+    "Whether channel 1 can have a gradient: without advantage and regularisers it has none."
+    regularised = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or trainer.aux_loss_enabled
+    return regularised or trainer.args.policy_loss == "dppo" or bool((inputs["advantages"] != 0).any())
+
 # %% ../../nbs/training/40_trainer.ipynb #6b5e917c
 class ReportedTrainer(ChannelSetup):
     "The report of each optimizer step."
@@ -184,13 +191,13 @@ class ReportedTrainer(ChannelSetup):
         fp16 = getattr(self.accelerator, "scaler", None)  # unscaled gradients would underflow
         if every and self.state.global_step % every == 0 and fp16 is None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            total, own = measured(parts, parameters, () if self._policy_moves(inputs) else ("policy",))
+            total, own = measured(parts, parameters, () if policy_moves(self, inputs) else ("policy",))
             self.report.keep(own)
         self.report.add(parts, parts.scored["replay"] / self.pairs_per_step, self._weights())
-        accumulation, sums = self.args.gradient_accumulation_steps, self.report.sums
+        accumulation, sums = self.current_gradient_accumulation_steps, self.report.sums
         sums["policy__active"] += (inputs["advantages"] != 0).float().mean().item() / accumulation
         sums["policy__tokens"] += inputs["completion_mask"].sum().item()
-        if self._step % accumulation == accumulation - 1:
+        if self.accelerator.sync_gradients:
             line = self.report.flush(self.accelerator.device)
             if "sdpo__tokens" in line and self.args.sdpo_reduction == "token-mean":
                 line["sdpo__scored_share"] = line["sdpo__tokens"] / max(1.0, line["policy__tokens"])
@@ -199,11 +206,6 @@ class ReportedTrainer(ChannelSetup):
             self.report.watch.look(self._metrics["train"])
             self._look_for_dark(line)
         return total
-
-    def _policy_moves(self, inputs: dict[str, Any]) -> bool:
-        "Whether channel 1 can have a gradient: without advantage and regularisers it has none."
-        regularised = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
-        return regularised or bool((inputs["advantages"] != 0).any())
 
     def _weights(self, every: bool = False) -> dict[str, float]:
         "Weights at this step, of `every` channel or of those that are on and have what they need."
@@ -266,14 +268,14 @@ class ResumableTrainer(ScheduledTrainer):
             write_state(folder, state, self.teacher.state_dict() if self.teacher is not None else None)
         super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if (mine := self._kept()) is None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # called on every way of resuming, DeepSpeed's too
+        if checkpoint is None or (mine := self._kept()) is None:
             return
         dpo = bool(self.pairs) and self.args.dpo_variant == "dpo"
         needs_base = dpo or mine.teacher in ("frozen", "trust_region")
-        found, average = read_state(Path(resume_from_checkpoint), mine, needs_base=needs_base)
-        self._taid_state = found.taid
+        found, average = read_state(Path(checkpoint), mine, needs_base=needs_base)
+        self.taid, self._taid_state = None, found.taid
         if average:
             self.teacher.load_state_dict(average)
 
