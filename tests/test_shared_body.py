@@ -135,6 +135,7 @@ def test_embeddings_in_place_of_ids_run_plain():
 def test_prompts_that_are_more_than_tokens_are_not_merged():
     """Two rows with one text and two images would become one: tensors beside the ids keep the plain pass."""
     model, seen = tiny.model(vocab_size=64), []
+    assert why_not(model) == ""  # looked at before its forward is watched
     body, own = model.base_model, model.base_model.forward
     body.forward = lambda *args, pixel_values=None, **rest: seen.append(len(rest["input_ids"])) or own(*args, **rest)
     ids = torch.randint(3, 60, (1, 6)).expand(4, -1)
