@@ -84,3 +84,15 @@ def train_in_turns(trainers: dict[str, Any]) -> dict[str, list[float]]:
     if failed:
         raise failed[0]
     return {name: clock.seconds for name, clock in clocks.items()}
+
+
+def peak_memory(trainer: Any, device: str) -> tuple[int, int]:
+    """Bytes at the peak of `trainer.train()`, and just before it: of this process (Linux), or of the GPU."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+    trainer.train()
+    return torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM"), before

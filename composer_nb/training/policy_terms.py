@@ -74,11 +74,12 @@ class PolicyTermTrainer(RlooTrainer):
     "GRPOTrainer with `kl_estimator`, `advantages` and `policy_loss` of `ComposerConfig`."
 
     _last_logps: Tensor | None = None
+    _last_aux: Tensor | None = None  # a mixture of experts' router loss; both hold graphs
     _wants_logps = False
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(model, *args, **options)
-        self._last_logps = found[0] if self._wants_logps else None  # it holds a graph
+        self._last_logps, self._last_aux = found[::2] if self._wants_logps else (None, None)
         return found
 
     def _policy_loss(self, model: Any, inputs: dict[str, Any]) -> Float[Tensor, ""]:
@@ -91,10 +92,12 @@ class PolicyTermTrainer(RlooTrainer):
             loss = super()._compute_loss(model, inputs)
         finally:
             self.beta, self._wants_logps = weight, False
-            logps, self._last_logps = self._last_logps, None
+            logps, aux, self._last_logps, self._last_aux = self._last_logps, self._last_aux, None, None
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         if self.args.policy_loss == "dppo":
-            return dppo_of(logps, inputs, mask, self.args, self._reduction(inputs).items)
+            loss = dppo_of(logps, inputs, mask, self.args, self._reduction(inputs).items)
+            share = self.router_aux_loss_coef / self.current_gradient_accumulation_steps
+            return loss if aux is None else loss + share * aux
         kl = kl_term(logps, inputs, mask, kind, self.args)
         self._metrics["train"]["kl"].append(((kl.detach() * mask).sum() / mask.sum().clamp(min=1)).item())
         return loss + weight * self._reduction(inputs)(kl, mask)

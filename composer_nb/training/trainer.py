@@ -170,8 +170,7 @@ def channel_batch(trainer: ChannelSetup, inputs: dict[str, Any]) -> dict[str, Te
         accelerator, args = trainer.accelerator, trainer.args
         place = {"seed": args.seed, "rank": accelerator.process_index, "world": accelerator.num_processes}
         step = pairs_of_step(trainer.pairs, trainer.state.global_step, trainer.pairs_per_step, **place)
-        accumulation = args.gradient_accumulation_steps
-        if share := step[trainer._step % accumulation :: accumulation]:
+        if share := step[trainer._place :: trainer.current_gradient_accumulation_steps]:
             batch |= {n: v.to(accelerator.device) for n, v in trainer._collate([], share).items()}
     return batch
 
@@ -183,7 +182,9 @@ def policy_moves(trainer: Any, inputs: dict[str, Any]) -> bool:
 
 # %% ../../nbs/training/40_trainer.ipynb #6b5e917c
 class ReportedTrainer(ChannelSetup):
-    "The report of each optimizer step."
+    "The report of each optimizer step; `_place` counts its micro-batches."
+
+    _place = 0
 
     def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
         "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
@@ -205,6 +206,7 @@ class ReportedTrainer(ChannelSetup):
             self._move_taid(line)
             self.report.watch.look(self._metrics["train"])
             self._look_for_dark(line)
+        self._place = 0 if self.accelerator.sync_gradients else self._place + 1
         return total
 
     def _weights(self, every: bool = False) -> dict[str, float]:

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -23,7 +22,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCa
 from trl import GRPOConfig, GRPOTrainer
 
 from composer_nb.batch import DPOPair
-from composer_nb.drills.turns import MIB, resident, train_in_turns
+from composer_nb.drills.turns import MIB, peak_memory, train_in_turns
 from composer_nb.forward import shared_prefixes
 from composer_nb.loss import channels as loss_room
 from composer_nb.models import load_model, prepare_smollm2
@@ -168,14 +167,7 @@ def peak(spec: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = build(spec, folder)
         trainer.remove_callback(PrinterCallback)
-        if spec["device"] == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-            before = resident("VmRSS")
-        trainer.train()
-        top = torch.cuda.max_memory_allocated() if spec["device"] == "cuda" else resident("VmHWM")
+        top, before = peak_memory(trainer, spec["device"])
     return {"peak_mib": (top - before) / MIB}
 
 
