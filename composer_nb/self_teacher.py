@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .core import wide_dtype
 from .forward.states import eval_mode
+from .training.shards import whole
 
 # %% auto #0
 __all__ = ['View', 'TeacherKind', 'Kept', 'mix_views', 'SelfTeacher']
@@ -117,7 +118,7 @@ class Kept:
                 mine.lerp_(parameters[name].to(mine), rate)
             return
         for mine, theirs in zip(self.copy.parameters(), student.parameters()):
-            mine.lerp_(theirs.to(mine.dtype), rate)
+            mine.lerp_(whole(theirs).to(mine.dtype), rate)
         for mine, theirs in zip(self.copy.buffers(), student.buffers()):
             mine.copy_(theirs)
 

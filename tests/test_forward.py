@@ -59,6 +59,8 @@ from composer_nb.forward import (
     shared_forward_pass,
     shared_prefixes,
 )
+from composer_nb.forward.prefixes import continuations
+from composer_nb.forward.sharing import paying_plan, two_levels
 
 SPECIAL = dict(bos_token_id=1, eos_token_id=2)
 SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, **SPECIAL)  # fmt: skip
@@ -160,6 +162,61 @@ def test_shared_prefixes_give_the_models_own_logits_and_gradients(family, side):
     own = torch.cat([model(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows])
     assert rel(logits, own) < limit
     assert rel(gradient(model, logits), gradient(model, own)) < limit * 10
+
+
+def below_one_message(seed: int = 0) -> list[list[int]]:
+    """Two system messages; under the first three questions (of three, two and one answers), under the second two."""
+    draw = random.Random(seed)
+    some = lambda n: [draw.randint(3, 60) for _ in range(n)]  # noqa: E731
+    rows = []
+    for answers in ((3, 2, 1), (2, 2)):
+        system = some(14)
+        for n in answers:
+            question = some(draw.randint(8, 12))
+            rows += [system + question + some(draw.randint(1, 4)) for _ in range(n)]
+    rows.append(some(5))
+    draw.shuffle(rows)
+    return rows
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", SHARING)
+def test_two_levels_give_the_models_own_logits_and_gradients(family, side):
+    model, rows = build(SHARING[family]), below_one_message()
+    limit = 1e-9 if next(model.parameters()).dtype == torch.float64 else 2e-5
+    levels = 1 if "window" in family else 2
+    assert continuations(model) == levels
+    ids, mask = padded(rows, side)
+    batch, token = predicted(mask)
+    ran = []
+    with model.base_model.register_forward_pre_hook(
+        lambda module, args, options: ran.append(options["input_ids"].numel()), with_kwargs=True
+    ):
+        shared = shared_forward_pass(model, ids, mask)
+    assert len(ran) == levels + 2 and sum(ran) == shared.positions == paying_plan(rows, levels).positions
+    logits = shared.logits(batch, token)
+    own = torch.cat([model(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows])
+    assert rel(logits, own) < limit
+    assert rel(gradient(model, logits), gradient(model, own)) < limit * 10
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=7))
+def test_what_two_levels_share_is_common(rows):
+    found, flat = two_levels(rows), shared_prefixes(rows)
+    assert sorted(itertools.chain(*found.groups)) == list(range(len(rows)))
+    assert found.positions <= flat.positions
+    heads = []
+    for group, k in zip(found.groups, found.shared, strict=True):
+        assert all(rows[row][:k] == rows[group[0]][:k] for row in group)
+        assert all(len(rows[row]) > k for row in group if k)
+        heads += [rows[group[0]][:k]] * bool(k)
+    if found.above is not None:
+        above = found.above
+        assert above.lengths == tuple(map(len, heads))
+        assert sorted(itertools.chain(*above.groups)) == list(range(len(heads)))
+        for group, k in zip(above.groups, above.shared, strict=True):
+            assert k > 0 and all(heads[head][:k] == heads[group[0]][:k] for head in group)
 
 
 @pytest.mark.parametrize("family", PLAIN)

@@ -2,6 +2,7 @@
 dark.
 """
 
+import contextlib
 import inspect
 import json
 import logging
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 from composer_nb.batch import DPOPair
 from composer_nb.credit import rlsd_mix
@@ -24,10 +26,10 @@ from composer_nb.trainer import ComposerReplicationTrainer, Feedback, last_check
 from composer_nb.training import seams as room
 from composer_nb.training import trainer as trainer_module
 from composer_nb.training.config import adopt
-from composer_nb.training.hinting import refuse_shards
 from composer_nb.training.presets import with_length_penalty
 from composer_nb.training.report import SeriesWatch
-from composer_nb.training.sharing import PrefixSharingTrainer
+from composer_nb.training.shards import refuse_shards
+from composer_nb.training.sharing import TILE, PrefixSharingTrainer, lean_head
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 TOKENIZER = tiny.tokenizer()
@@ -125,6 +127,38 @@ def test_a_flipped_scaling_rule_is_named():
         "loss_is_scaled_for_ga"
         in moved_seams(type("Changed", (GRPOTrainer,), {"loss_is_scaled_for_ga": False}))[0]
     )
+
+
+@pytest.mark.parametrize("name", ["compact = _use_triton(", "_CHUNKED_LOGPROB_CHUNK_SIZE"])
+def test_a_head_that_chooses_its_positions_elsewhere_is_named(name, monkeypatch):
+    real = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda obj: real(obj).replace(name, "renamed"))
+    assert any("add_fused_lm_head" in line for line in moved_seams())
+
+
+def test_a_lean_head_scores_the_same_from_fewer_positions(monkeypatch):
+    model, rows, real = tiny.model(), [], trl_utils._ChunkedLogProbFunction.apply
+    trl_utils.add_fused_lm_head(model)
+
+    def watched(hidden, weight, bias, labels, temperature, chunk, *others):
+        rows.append((len(hidden), chunk))
+        return real(hidden, weight, bias, labels, temperature, chunk, *others)
+
+    monkeypatch.setattr(trl_utils._ChunkedLogProbFunction, "apply", watched)
+    ids = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.arange(9) < 6, -100)
+
+    def scored(within):
+        with within:
+            found = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+        return found, torch.autograd.grad(found.sum(), list(model.parameters()))
+
+    plain, lean = scored(contextlib.nullcontext()), scored(lean_head(torch.device("cpu")))
+    with lean_head(torch.device("meta")):
+        assert not trl_utils._use_triton(torch.device("cpu"))
+    assert rows == [(16, 32768), (6, TILE)] and trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == 32768
+    torch.testing.assert_close(lean[0], plain[0])
+    torch.testing.assert_close(lean[1], plain[1], rtol=2e-5, atol=2e-5)  # fp32, summed in another order
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -674,13 +708,27 @@ def test_the_length_penalty_wraps_a_reward():
         with_length_penalty(graded, k=0, q=0.0, weight=1)
 
 
-@pytest.mark.parametrize("kind, stage, said", [("FSDP", None, "FSDP"), ("DEEPSPEED", 3, "ZeRO-3")])
-def test_shards_are_refused(kind, stage, said):
-    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
-    state = SimpleNamespace(deepspeed_plugin=plugin)
-    accelerator = SimpleNamespace(distributed_type=DistributedType[kind], state=state)
-    with pytest.raises(ValueError, match=f"do not run under {said} yet.*beta_replay=0"):
-        refuse_shards(SimpleNamespace(accelerator=accelerator, model=tiny.model()))
+SHARDED = [
+    (SimpleNamespace(fsdp_version=1), {}, "FSDP version 2, not 1.*beta_replay=0"),
+    (SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True), {}, "cpu_ram_efficient_loading"),
+    (SimpleNamespace(fsdp_version=2), {"grad_norm_steps": 4}, "grad_norm_steps=4"),
+    (SimpleNamespace(fsdp_version=2), {"lift_steps": 1}, "lift_steps=1"),
+    (SimpleNamespace(fsdp_version=2), {"rlsd": 0.5}, "rlsd=0.5"),
+    (SimpleNamespace(fsdp_version=2), {"teacher": "ema"}, "adapters or 16-bit"),
+    (None, {}, "ZeRO-3.*beta_replay=0"),
+]
+
+
+@pytest.mark.parametrize("fsdp, settings, said", SHARDED)
+def test_shards_that_channels_cannot_run_with_are_refused(fsdp, settings, said):
+    deepspeed = SimpleNamespace(zero_stage=3) if fsdp is None else None
+    kind = DistributedType["DEEPSPEED" if fsdp is None else "FSDP"]
+    accelerator = SimpleNamespace(
+        distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp)
+    )
+    args = SimpleNamespace(**{"grad_norm_steps": 0, "lift_steps": 0, "rlsd": 0.0, "teacher": "live"} | settings)
+    with pytest.raises(ValueError, match=said):
+        refuse_shards(accelerator, args, tiny.model().to(torch.bfloat16))
 
 
 def test_prompt_tuning_is_refused_when_the_trainer_is_built(tmp_path):

@@ -4,6 +4,7 @@ from composer_nb.forward.prefixes import (
     SharedEncoded,
     SharedForwardPass,
     can_continue,
+    continuations,
     continued_forward_pass,
     encode_continuations,
     prefix_shortcut,
@@ -15,6 +16,7 @@ from composer_nb.forward.sharing import (
     encode_shared,
     shared_forward_pass,
     shared_prefixes,
+    two_levels,
 )
 from composer_nb.forward.states import (
     Encoded,
@@ -37,6 +39,7 @@ __all__ = [
     "SharedPrefixes",
     "can_continue",
     "causal_lm",
+    "continuations",
     "continued_forward_pass",
     "encode_continuations",
     "encode_sequences",
@@ -50,4 +53,5 @@ __all__ = [
     "run_from_prefix",
     "shared_forward_pass",
     "shared_prefixes",
+    "two_levels",
 ]

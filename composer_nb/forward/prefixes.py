@@ -27,8 +27,8 @@ from composer_nb.forward.states import (
 )
 
 # %% auto #0
-__all__ = ['SharedEncoded', 'encode_continuations', 'run_from_prefix', 'prefix_shortcut', 'continues_exactly', 'can_continue',
-           'SharedForwardPass', 'continued_forward_pass']
+__all__ = ['SharedEncoded', 'encode_continuations', 'OpenPass', 'open_pass', 'go_on', 'run_from_prefix', 'prefix_shortcut',
+           'continues_exactly', 'continuations', 'can_continue', 'SharedForwardPass', 'continued_forward_pass']
 
 # %% ../../nbs/kernels/10_prefixes.ipynb #c012-4bdb1d
 # rows can be selected, and autograd can follow the contents
@@ -44,6 +44,31 @@ def _select_rows(cache: Cache, rows: Int[Tensor, "R"]) -> Cache:
     return cache
 
 
+@dataclass
+class OpenPass:
+    "A pass that others can go on from, once: its own states, and all that later tokens attend to."
+
+    states: Float[Tensor, "P L D"]
+    mask: Int[Tensor, "P T"]  # of the cache: L columns, after those of the passes before it
+    cache: Cache
+
+
+def open_pass(body: nn.Module, ids: Int[Tensor, "P L"], mask: Tensor) -> OpenPass:
+    "Run left-padded prefixes and keep their keys and values."
+    first = run_body(body, ids, mask, use_cache=True)
+    return OpenPass(first.last_hidden_state, mask, first.past_key_values)
+
+
+def go_on(
+    body: nn.Module, opened: OpenPass, ids: Int[Tensor, "R L"], mask: Tensor, owner: Int[Tensor, "R"]
+) -> OpenPass:
+    "Run right-padded rows, each from where row `owner[row]` of `opened` ended; `opened` is used up."
+    cache = _select_rows(opened.cache, owner)
+    whole = torch.cat([opened.mask[owner], mask], dim=1)
+    rest = run_body(body, ids, whole, use_cache=True, past_key_values=cache)
+    return OpenPass(rest.last_hidden_state, whole, rest.past_key_values)
+
+
 def run_from_prefix(
     body: nn.Module,
     prefix: Tensor,
@@ -55,43 +80,55 @@ def run_from_prefix(
     """States of left-padded prefixes, run once, and of right-padded suffixes that go on from prefix
     `owner[row]`.
     """
-    first = run_body(body, prefix, prefix_mask, use_cache=True)
-    cache = _select_rows(first.past_key_values, owner)
-    mask = torch.cat([prefix_mask[owner], suffix_mask], dim=1)
-    rest = run_body(body, suffix, mask, use_cache=True, past_key_values=cache)
-    return first.last_hidden_state, rest.last_hidden_state
+    first = open_pass(body, prefix, prefix_mask)
+    return first.states, go_on(body, first, suffix, suffix_mask, owner).states
 
 # %% ../../nbs/kernels/10_prefixes.ipynb #4646c030
-def _check_prefix(lm: nn.Module) -> bool:
-    "Both ways on three rows over two prefixes, in eval mode and without autocast."
+def _check_continuations_of(lm: nn.Module) -> int:
+    "Both ways on four rows over three over two, in eval mode and without autocast."
     try:
         accepted = inspect.signature(lm.base_model.forward).parameters.keys() if head_shortcut(lm) else ()
         if not {"use_cache", "past_key_values"} <= set(accepted):
-            return False
-        prefix, prefix_mask, suffix, suffix_mask, owner = _probe(lm)
+            return 0
+        (prefix, prefix_mask), (suffix, suffix_mask), (tail, tail_mask), owner, above = _probe(lm)
         with torch.no_grad(), eval_mode(lm), torch.autocast(prefix.device.type, enabled=False):
-            first, rest = run_from_prefix(lm.base_model, prefix, prefix_mask, suffix, suffix_mask, owner)
-            ids, mask = (
-                torch.cat([prefix[owner], suffix], dim=1),
-                torch.cat([prefix_mask[owner], suffix_mask], dim=1),
-            )
-            plain = forward_pass(lm, ids, mask).states
-        real = mask.bool()
-        return _agree(torch.cat([first[owner], rest], dim=1)[real], plain[real])
+            first = open_pass(lm.base_model, prefix, prefix_mask)
+            rest = go_on(lm.base_model, first, suffix, suffix_mask, owner)
+            ids, mask = torch.cat([prefix[owner], suffix], dim=1), rest.mask
+            states = torch.cat([first.states[owner], rest.states], dim=1)
+            if not _agree_at(lm, ids, mask, states):
+                return 0
+            if any(type(layer) is not DynamicLayer for layer in rest.cache.layers):
+                return 1  # a window would count the gap
+            last = go_on(lm.base_model, rest, tail, tail_mask, above)
+            states = torch.cat([states[above], last.states], dim=1)
+            return 2 if _agree_at(lm, torch.cat([ids[above], tail], dim=1), last.mask, states) else 1
     except torch.OutOfMemoryError:
         raise
     except _ODD:
-        return False
+        return 0
 
 
-def _probe(lm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "A few tokens: two prefixes of 6 and 4, three suffixes of 5, 3 and 1; ids stay below 60."
+def _probe(lm: nn.Module) -> tuple[Any, ...]:
+    "A few tokens: two rows of 6 and 4, three of 5, 3 and 1, four of up to 3, with owners; ids stay below 60."
     device = next(lm.parameters()).device
-    ids = torch.arange(1, 28, device=device) * 7 % 59 + 1
-    prefix_mask = torch.arange(6, device=device) >= torch.tensor([[0], [2]], device=device)
-    suffix_mask = torch.arange(5, device=device) < torch.tensor([[5], [3], [1]], device=device)
-    owner = torch.tensor([0, 1, 0], device=device)
-    return ids[:12].view(2, 6), prefix_mask.long(), ids[12:].view(3, 5), suffix_mask.long(), owner
+    ids = torch.arange(1, 40, device=device) * 7 % 59 + 1
+    ends = [torch.tensor(n, device=device).unsqueeze(1) for n in ([0, 2], [5, 3, 1], [3, 1, 2, 3])]
+    columns = torch.arange(6, device=device)
+    masks = [columns >= ends[0], columns[:5] < ends[1], columns[:3] < ends[2]]
+    owner, above = torch.tensor([0, 1, 0], device=device), torch.tensor([1, 0, 2, 1], device=device)
+    rows = ids[:12].view(2, 6), ids[12:27].view(3, 5), ids[27:].view(4, 3)
+    return *zip(rows, [mask.long() for mask in masks]), owner, above
+
+
+def _agree_at(lm: nn.Module, ids: Tensor, mask: Tensor, states: Tensor) -> bool:
+    "Whether these are the states of the plain pass, at the real tokens; a row may have gaps."
+    rows, real = [row[keep.bool()] for row, keep in zip(ids, mask)], mask.bool()
+    plain = torch.zeros_like(states)
+    for i, row in enumerate(rows):
+        plain[i, real[i]] = forward_pass(lm, row[None], torch.ones_like(row[None])).states[0]
+    return _agree(states[real], plain[real])
+
 
 
 # What odd models raise on an unusual call: missing arguments, another kind of cache, shapes that do not fit.
@@ -105,7 +142,7 @@ def _agree(ours: Tensor, own: Tensor) -> bool:
     return bool((ours - own).norm() <= limit * own.norm())
 
 
-_PREFIX: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_PREFIX: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def prefix_shortcut(model: nn.Module) -> bool:
@@ -123,9 +160,14 @@ def prefix_shortcut(model: nn.Module) -> bool:
 
 def continues_exactly(model: nn.Module) -> bool:
     "The same whatever mode the model is in now; looked at once, through the forward that it has then."
+    return continuations(model) > 0
+
+
+def continuations(model: nn.Module) -> int:
+    "How many times a row may go on from another and keep the model's own states: 0, 1 or 2."
     lm = causal_lm(model)
     if lm not in _PREFIX:
-        _PREFIX[lm] = _check_prefix(lm)
+        _PREFIX[lm] = _check_continuations_of(lm)
     return _PREFIX[lm]
 
 # %% ../../nbs/kernels/10_prefixes.ipynb #c017-7f0024

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from .prefixes import can_continue, continues_exactly
-from .sharing import MIN_SAVING, grouped_states, shared_prefixes
+from .prefixes import can_continue, continuations, continues_exactly
+from .sharing import MIN_SAVING, grouped_states, paying_plan
 from .states import causal_lm
 
 # %% auto #0
-__all__ = ['SharedCalls', 'why_not', 'padded_states', 'prefilled', 'sharing_prefixes']
+__all__ = ['SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'sharing_prefixes']
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #fded4f9f
 @dataclass
@@ -81,15 +81,18 @@ def _odd_call(lm: nn.Module, mask: Tensor | None, ids: Tensor | None, options: d
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #b4d3d410
 def padded_states(
-    body: nn.Module | Callable[..., Any], ids: Int[Tensor, "B T"], mask: Tensor, calls: SharedCalls
+    body: nn.Module | Callable[..., Any],
+    ids: Int[Tensor, "B T"],
+    mask: Tensor,
+    calls: SharedCalls,
+    levels: int = 1,
 ) -> Float[Tensor, "B T D"] | None:
-    """Hidden states at every real position, zero at padding, prefixes computed once; None where that does
-    not pay.
+    """Hidden states at every real position, zero at padding, prefixes computed once, over `levels` levels;
+    None where that does not pay.
     """
     real = mask.bool()
     rows = [row[keep].tolist() for row, keep in zip(ids, real)]
-    sharing = shared_prefixes(rows)
-    if not sharing.tokens_saved or sharing.positions > (1 - MIN_SAVING) * sharing.plain_positions:
+    if (sharing := paying_plan(rows, levels)) is None:
         return None
     table, index = grouped_states(body, rows, sharing, ids.device)
     calls.add(sharing.positions, ids.numel())
@@ -103,21 +106,24 @@ def prefilled(
     mask: Tensor,
     cache: Cache,
     calls: SharedCalls,
+    levels: int = 1,
     **options: Any,
 ) -> Any:
     """The body's output over a batch with repeated rows, `cache` filled for all of them; None where no row
-    repeats.
+    repeats and, on the second of `levels`, all rows do not begin alike.
     """
     both, place = torch.unique(torch.cat([ids, mask.to(ids)], dim=1), dim=0, return_inverse=True)
-    if len(both) == len(ids):
+    common = common_beginning(ids, mask) if levels > 1 and options.get("position_ids") is not None else 0
+    if len(both) == len(ids) and not common:
         return None
     first = torch.full((len(both),), len(ids), device=ids.device)
     first = first.scatter_reduce(0, place, torch.arange(len(ids), device=ids.device), "amin")
     some = {name: _rows(value, first, len(ids)) for name, value in options.items()}
-    output = forward(input_ids=ids[first], attention_mask=mask[first], past_key_values=cache, **some)
+    read = {"input_ids": ids[first], "attention_mask": mask[first], "past_key_values": cache}
+    output = forward(**read, **some) if not common else _from_one_root(forward, common, read, some)
     output.past_key_values.batch_select_indices(place)
     output.last_hidden_state = output.last_hidden_state[place]
-    calls.add(first.numel() * ids.shape[1], ids.numel())
+    calls.add(common + len(first) * (ids.shape[1] - common), ids.numel())
     return output
 
 
@@ -133,6 +139,50 @@ def _rows(value: Any, rows: Tensor, batch: int) -> Any:
     "The rows of a per-row tensor; anything else as it is."
     per_row = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch
     return value[rows] if per_row else value
+
+# %% ../../nbs/kernels/12_shared_body.ipynb #root0000
+def common_beginning(ids: Int[Tensor, "B T"], mask: Tensor) -> int:
+    """How many tokens all left-padded rows begin with, short of the last; 0 where reading them once does not
+    pay.
+    """
+    rows, width = ids.shape
+    pad = width - mask.sum(1, keepdim=True)
+    columns = torch.arange(width, device=ids.device)
+    first = ids.gather(1, (columns + pad).clamp(max=width - 1))
+    same = (first == first[:1]).all(0) & (columns < width - pad.max() - 1)
+    common = int(same.long().cumprod(0).sum())
+    left = bool((mask.bool() == (columns >= pad)).all())
+    distinct = len(torch.unique(ids, dim=0))
+    return common if left and common * (distinct - 1) >= MIN_SAVING * distinct * width else 0
+
+
+def _from_one_root(
+    forward: Callable[..., Any], common: int, read: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    "Fill the cache with left-padded rows, their first `common` tokens once; columns in the rows' own order."
+    ids, mask, cache = read.values()
+    pad = ids.shape[1] - mask.sum(1, keepdim=True)
+    column = torch.arange(ids.shape[1], device=ids.device)
+    between = (column >= common) & (column < common + pad)
+    moved = torch.where(column < common, column + pad, torch.where(between, column - common, column))
+    back = torch.where(
+        column < pad, column + common, torch.where(column < pad + common, column - pad, column)
+    )
+    ids, mask = ids.gather(1, moved), mask.gather(1, moved)
+    places = (mask.long().cumsum(1) - 1).clamp(min=0)
+    rest = {n: v for n, v in options.items() if n not in ("position_ids", "cache_position")}
+    # noqa: E731
+    at = lambda rows, columns: {"input_ids": ids[rows, columns], "position_ids": places[rows, columns]}
+    one, begun, own = slice(0, 1), slice(0, common), slice(common, None)
+    root = forward(**at(one, begun), attention_mask=mask[:1, :common], past_key_values=cache, **rest)
+    cache.batch_select_indices(torch.zeros(len(ids), dtype=torch.long, device=ids.device))
+    output = forward(**at(slice(None), own), attention_mask=mask, past_key_values=cache, **rest)
+    ordered = lambda kept: kept.gather(2, back[:, None, :, None].expand_as(kept))  # noqa: E731
+    for layer in cache.layers:
+        layer.keys, layer.values = ordered(layer.keys), ordered(layer.values)
+    states = torch.cat([root.last_hidden_state.expand(len(ids), -1, -1), output.last_hidden_state], dim=1)
+    output.last_hidden_state = states.gather(1, back[..., None].expand_as(states))
+    return output
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #b26da3ef
 class _Own:
@@ -187,12 +237,12 @@ def _call(
         if why := why_not(lm, ids.shape[-1]) or _odd_prompt(options):
             calls.decline(why, size)
             return plain()
-        output = prefilled(own, ids, seen, cache, calls, **options)
+        output = prefilled(own, ids, seen, cache, calls, continuations(lm), **options)
     else:
         if why := why_not(lm, 0 if ids is None else ids.shape[-1]) or _odd_call(lm, seen, ids, options):
             calls.decline(why, size)
             return plain()
-        states = padded_states(_Own(own), ids, seen, calls)
+        states = padded_states(_Own(own), ids, seen, calls, continuations(lm))
         output = (
             None if states is None else BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
         )

@@ -5,19 +5,29 @@
 # %% ../../nbs/kernels/11_sharing.ipynb #d83fe1f2
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .prefixes import SharedForwardPass, can_continue, run_from_prefix
+from composer_nb.forward.prefixes import (
+    OpenPass,
+    SharedForwardPass,
+    can_continue,
+    continuations,
+    go_on,
+    open_pass,
+)
 from .states import causal_lm, forward_pass, run_body
 
 # %% auto #0
-__all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', 'grouped_states', 'shared_forward_pass']
+__all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', 'grouped_states', 'Tables', 'two_levels',
+           'unshared', 'paying_plan', 'shared_forward_pass']
 
 # %% ../../nbs/kernels/11_sharing.ipynb #c020-6f0d0d
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class SharedPrefixes:
     lengths: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     shared: tuple[int, ...]
+    above: SharedPrefixes | None = None  # how the common prefixes, in their order, share in turn
 
     @property
     def plain_tokens(self) -> int:
@@ -44,7 +55,8 @@ class SharedPrefixes:
 
     @property
     def tokens_saved(self) -> int:
-        return sum((len(group) - 1) * k for group, k in zip(self.groups, self.shared))
+        own = sum((len(group) - 1) * k for group, k in zip(self.groups, self.shared))
+        return own + (0 if self.above is None else self.above.tokens_saved)
 
     @property
     def plain_positions(self) -> int:
@@ -57,7 +69,9 @@ class SharedPrefixes:
         prefixes = [k for k in self.shared if k]
         suffixes = [self.lengths[row] - k for group, k in zip(self.groups, self.shared) if k for row in group]
         alone = [self.lengths[group[0]] for group, k in zip(self.groups, self.shared) if not k]
-        return sum(len(part) * max(part, default=0) for part in (prefixes, suffixes, alone))
+        first = 0 if self.above is None else self.above.positions
+        parts = (suffixes, alone) if self.above is not None else (prefixes, suffixes, alone)
+        return first + sum(len(part) * max(part, default=0) for part in parts)
 
 # %% ../../nbs/kernels/11_sharing.ipynb #6c66e79a
 def shared_prefixes(rows: Sequence[Sequence[int]]) -> SharedPrefixes:
@@ -65,16 +79,26 @@ def shared_prefixes(rows: Sequence[Sequence[int]]) -> SharedPrefixes:
 
     The order of the rows does not matter; of equal savings the smaller group wins.
     """
+    order, common = _sorted(rows)
+    groups = sorted(_cut(common, order))
+    return SharedPrefixes(
+        tuple(map(len, rows)), tuple(tuple(g) for g, _ in groups), tuple(k for _, k in groups)
+    )
+
+
+def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    "The rows by their tokens, and what each shares with the next."
     order = sorted(range(len(rows)), key=lambda i: (list(rows[i]), i))
-    common = [_common_prefix(rows[a], rows[b]) for a, b in zip(order, order[1:])]
+    return order, [_common_prefix(rows[a], rows[b]) for a, b in zip(order, order[1:])]
+
+
+def _cut(common: Sequence[int], order: Sequence[int]) -> list[tuple[list[int], int]]:
+    "Sorted rows in groups so that the most tokens are saved, and what each group shares."
     cut, groups, end = _best_cuts(common, len(order)), [], len(order)
     while end:
         groups.append((sorted(order[cut[end] : end]), min(common[cut[end] : end - 1], default=0)))
         end = cut[end]
-    groups.sort()
-    return SharedPrefixes(
-        tuple(map(len, rows)), tuple(tuple(g) for g, _ in groups), tuple(k for _, k in groups)
-    )
+    return groups
 
 
 def _best_cuts(common: Sequence[int], count: int) -> list[int]:
@@ -109,27 +133,56 @@ def grouped_states(
     shared = [(group, k) for group, k in zip(sharing.groups, sharing.shared) if k]
     members = [(g, row, k) for g, (group, k) in enumerate(shared) for row in group]
     alone = [group[0] for group, k in zip(sharing.groups, sharing.shared) if not k and rows[group[0]]]
-    prefix, prefix_mask = _padded([rows[group[0]][:k] for group, k in shared], "left", device)
-    suffix, suffix_mask = _padded([rows[row][k:] for _, row, k in members], "right", device)
+    tables = Tables(device)
+    prefixes, heads = _open(body, [rows[group[0]][:k] for group, k in shared], sharing.above, tables)
+    suffix, mask = _padded([rows[row][k:] for _, row, k in members], "right", device)
     owner = torch.tensor([g for g, _, _ in members], device=device)
-    tables = list(run_from_prefix(body, prefix, prefix_mask, suffix, suffix_mask, owner))
-    width, step, start = prefix.shape[1], suffix.shape[1], prefix.numel()
-    place = {}
-    for i, (g, row, k) in enumerate(members):
-        place[row] = [*_span((g + 1) * width - k, k), *_span(start + i * step, len(rows[row]) - k)]
+    own = tables.add(go_on(body, prefixes, suffix, mask, owner).states)
+    place = {row: [*heads[g], *own[i][: len(rows[row]) - k]] for i, (g, row, k) in enumerate(members)}
     if alone:
         ids, mask = _padded([rows[row] for row in alone], "right", device)
-        tables.append(run_body(body, ids, mask, use_cache=False).last_hidden_state)
-        step, start = ids.shape[1], start + suffix.numel()
-        place |= {row: [*_span(start + i * step, len(rows[row]))] for i, row in enumerate(alone)}
-    index = [i for row in range(len(rows)) for i in place.get(row, ())]
-    return torch.cat([table.flatten(0, 1) for table in tables]), torch.tensor(
-        index, dtype=torch.long, device=device
-    )
+        own = tables.add(run_body(body, ids, mask, use_cache=False).last_hidden_state)
+        place |= {row: [*own[i][: len(rows[row])]] for i, row in enumerate(alone)}
+    return tables.joined([i for row in range(len(rows)) for i in place.get(row, ())])
 
+# %% ../../nbs/kernels/11_sharing.ipynb #tables00
+@dataclass
+class Tables:
+    "States of several passes on their way into one table."
 
-def _span(start: int, length: int) -> range:
-    return range(start, start + length)
+    device: torch.device
+    parts: list[Tensor] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, states: Float[Tensor, "R L D"]) -> list[range]:
+        "Take over a pass; where each of its rows stands in the table."
+        rows, length, start = *states.shape[:2], self.size
+        self.parts.append(states.flatten(0, 1))
+        self.size += rows * length
+        return [range(start + i * length, start + (i + 1) * length) for i in range(rows)]
+
+    def joined(self, index: list[int]) -> tuple[Float[Tensor, "M D"], Int[Tensor, "N"]]:
+        return torch.cat(self.parts), torch.tensor(index, dtype=torch.long, device=self.device)
+
+# %% ../../nbs/kernels/11_sharing.ipynb #open0000
+def _open(
+    body: nn.Module, prefixes: list[list[int]], above: SharedPrefixes | None, tables: Tables
+) -> tuple[OpenPass, list[list[int]]]:
+    "The pass over all prefixes, ready to go on from, and where each prefix's states stand in the table."
+    if above is None:
+        ids, mask = _padded(prefixes, "left", tables.device)
+        opened = open_pass(body, ids, mask)
+        own = tables.add(opened.states)
+        return opened, [[*span[len(span) - len(row) :]] for span, row in zip(own, prefixes)]
+    roots = [prefixes[group[0]][:k] for group, k in zip(above.groups, above.shared)]
+    opened, heads = _open(body, roots, None, tables)
+    of = {row: (g, k) for g, (group, k) in enumerate(zip(above.groups, above.shared)) for row in group}
+    rest = [row[of[i][1] :] for i, row in enumerate(prefixes)]
+    ids, mask = _padded(rest, "right", tables.device)
+    owner = torch.tensor([of[i][0] for i in range(len(prefixes))], device=tables.device)
+    opened = go_on(body, opened, ids, mask, owner)
+    own = tables.add(opened.states)
+    return opened, [[*heads[of[i][0]], *own[i][: len(row)]] for i, row in enumerate(rest)]
 
 # %% ../../nbs/kernels/11_sharing.ipynb #9da58d9e
 def _padded(
@@ -158,11 +211,73 @@ def _predictors(at: Int[Tensor, "B T"], mask: Tensor, needed_from: Tensor | None
         wanted &= columns >= needed_from.to(columns.device).unsqueeze(1)
     return torch.where(wanted, at.gather(1, left.clamp(min=0)), -1)
 
-# %% ../../nbs/kernels/11_sharing.ipynb #756f218d
-# share of the padded positions that must fall away before a second pass pays; see the picture below
+# %% ../../nbs/kernels/11_sharing.ipynb #levels01
+def two_levels(rows: Sequence[Sequence[int]], tries: int = 8) -> SharedPrefixes:
+    "Groups whose common prefixes share in turn; of the smallest `tries` lengths to share, the best."
+    order, common = _sorted(rows)
+    found = [_under(rows, order, common, least) for least in sorted({*common} - {0})[:tries]]
+    return min([shared_prefixes(rows), *found], key=lambda sharing: sharing.positions)
+
+
+def _under(
+    rows: Sequence[Sequence[int]], order: list[int], common: list[int], least: int
+) -> SharedPrefixes:
+    "Runs of neighbours that share at least `least` tokens, each cut once more below what all of it shares."
+    groups: list[tuple[list[int], int]] = []
+    families: list[tuple[tuple[int, ...], int]] = []
+    ends = [i + 1 for i, k in enumerate(common) if k < least] + [len(order)]
+    for start, end in zip([0, *ends], ends):
+        own = common[start : end - 1]
+        root, known = min(own, default=0), sum(k > 0 for _, k in groups)
+        inside = _cut([k - root for k in own], order[start:end])
+        loose = [row for group, k in inside if not k for row in group]
+        inside = [(group, root + k) for group, k in inside if k]
+        if inside:  # a row of its own kind is cut where its neighbours' prefixes end, so that none is padded
+            widest = max(k for _, k in inside)
+            inside += [([row], min(len(rows[row]) - 1, widest)) for row in loose]
+        elif loose:
+            inside = [(loose, root)]
+        if root:
+            whole = inside[0][1] if len(inside) == 1 else root
+            families.append((tuple(range(known, known + len(inside))), whole))
+        groups += inside
+    above = SharedPrefixes(
+        tuple(k for _, k in groups if k), tuple(f for f, _ in families), tuple(k for _, k in families)
+    )
+    above = above if above.tokens_saved else None
+    return SharedPrefixes(
+        tuple(map(len, rows)), tuple(tuple(group) for group, _ in groups), tuple(k for _, k in groups), above
+    )
+
+# %% ../../nbs/kernels/11_sharing.ipynb #paying00
+# share of the padded positions that must fall away before a further pass pays; see the picture below
 MIN_SAVING = 0.15
 
 
+_UNSHARED = contextvars.ContextVar("unshared", default=False)
+
+
+@contextlib.contextmanager
+def unshared(wanted: bool = True) -> Iterator[None]:
+    """Inside, `shared_forward_pass` shares nothing: processes that hold parts of one model must make equally
+    many passes.
+    """
+    before = _UNSHARED.set(wanted or _UNSHARED.get())
+    try:
+        yield
+    finally:
+        _UNSHARED.reset(before)
+
+
+def paying_plan(rows: Sequence[Sequence[int]], levels: int) -> SharedPrefixes | None:
+    "How to share, over at most so many levels (1 or 2); None where the plain pass is as good."
+    plan = shared_prefixes(rows)
+    if levels > 1 and (deeper := two_levels(rows)).positions <= (1 - MIN_SAVING) * plan.positions:
+        plan = deeper
+    pays = plan.tokens_saved > 0 and plan.positions <= (1 - MIN_SAVING) * plan.plain_positions
+    return plan if pays else None
+
+# %% ../../nbs/kernels/11_sharing.ipynb #756f218d
 def shared_forward_pass(
     model: nn.Module,
     input_ids: Int[Tensor, "B T"],
@@ -183,9 +298,8 @@ def shared_forward_pass(
         )
     lm, mask = causal_lm(model), attention_mask.bool()
     rows = [ids[real].tolist() for ids, real in zip(input_ids, mask)]
-    sharing = shared_prefixes(rows)
-    pays = sharing.tokens_saved > 0 and sharing.positions <= (1 - MIN_SAVING) * sharing.plain_positions
-    if not (pays and can_continue(lm, max(sharing.lengths))):
+    able = not _UNSHARED.get() and can_continue(lm, max(map(len, rows), default=0))
+    if not able or (sharing := paying_plan(rows, continuations(lm))) is None:
         whole = forward_pass(lm, input_ids, attention_mask)
         at = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
         slot = _predictors(at, mask, needed_from)

@@ -24,9 +24,10 @@ from ..self_teacher import SelfTeacher
 from .feedback import Placer, ask, columns_of, hint_rows, joined
 from .lift import teacher_lift
 from .policy_terms import PolicyTermTrainer
+from .shards import refuse_shards
 
 # %% auto #0
-__all__ = ['refuse_hint_settings', 'refuse_shards', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
+__all__ = ['refuse_hint_settings', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
            'FeedbackTrainer', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
@@ -58,18 +59,11 @@ def refuse_hint_settings(trainer: Any) -> None:
     require_conversations(trainer.train_dataset)
 
 # %% ../../nbs/training/39_hinting.ipynb #refuse0
-def refuse_shards(trainer: Any) -> None:
-    """Raises ValueError where parameters are sharded or prompts are learned vectors: channels 2 and 3 run the
-    model's body and head by themselves, past what gathers shards and adds virtual tokens.
+def refuse_model(trainer: Any) -> None:
+    """Raises ValueError where parameters are sharded in a way that the channels do not run with, or prompts
+    are learned vectors: channels 2 and 3 run the model's body by itself, past what adds virtual tokens.
     """
-    kind = str(getattr(trainer.accelerator, "distributed_type", "")).rpartition(".")[2]
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if kind == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
-        said = "FSDP" if kind == "FSDP" else "ZeRO-3"
-        raise ValueError(
-            f"channels 2 and 3 do not run under {said} yet, whose parameters are in shards: use DDP or "
-            "ZeRO-2, or set alpha_sdpo=0 and beta_replay=0"
-        )
+    refuse_shards(trainer.accelerator, trainer.args, trainer.model)
     peft = getattr(trainer.model, "active_peft_config", None)
     if getattr(peft, "is_prompt_learning", False):
         raise ValueError(

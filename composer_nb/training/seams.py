@@ -10,6 +10,7 @@ import inspect
 import re
 
 from trl import GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 # %% auto #0
 __all__ = ['TRL_SEAMS', 'TRL_CALLED', 'TRL_ATTRIBUTES', 'moved_seams', 'require_seams']
@@ -70,6 +71,9 @@ def moved_seams(trainer_class: type = GRPOTrainer) -> list[str]:
         moved.append(
             "loss_is_scaled_for_ga: the loss would be divided by the accumulation steps a second time"
         )
+    head = inspect.getsource(trl_utils.add_fused_lm_head)
+    if "compact = _use_triton(" not in head or "_CHUNKED_LOGPROB_CHUNK_SIZE" not in head:
+        moved.append("add_fused_lm_head: lean_head no longer chooses its positions and tiles")
     gone = [name for name in TRL_ATTRIBUTES if not re.search(rf"self\.{name}\b", sources)]
     return moved + [f"{name}: no longer used by {trainer_class.__name__}" for name in gone]
 

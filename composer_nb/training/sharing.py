@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 from ..forward.shared_body import sharing_prefixes
+from .shards import is_sharded
 
 # %% auto #0
-__all__ = ['regrouped', 'PrefixSharingTrainer']
+__all__ = ['TILE', 'regrouped', 'lean_head', 'PrefixSharingTrainer']
 
 # %% ../../nbs/training/33_sharing.ipynb #422ceebd
 def regrouped(batches: Sequence[dict[str, Any]], window: int) -> list[dict[str, Any]]:
@@ -55,6 +57,27 @@ def _plain(batch: dict[str, Any]) -> bool:
     single = lambda v: v is None or isinstance(v, int | float) or (isinstance(v, Tensor) and v.dim() == 0)
     return all(single(value) or isinstance(value, Tensor) and len(value) == rows for value in batch.values())
 
+# %% ../../nbs/training/33_sharing.ipynb #lab00001
+TILE = 8192  # ids of the vocabulary in a tile of the head, on a CPU
+
+
+@contextlib.contextmanager
+def lean_head(device: torch.device) -> Iterator[None]:
+    """On a CPU, TRL's fused head inside scores only positions that have a label, in tiles of `TILE` ids.
+
+    On other devices it stays as it is.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    own = trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    trl_utils._use_triton = lambda device: True  # asked there for this alone; its kernels ask for themselves
+    trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = TILE
+    try:
+        yield
+    finally:
+        trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = own
+
 # %% ../../nbs/training/33_sharing.ipynb #44d01897
 class PrefixSharingTrainer(GRPOTrainer):
     """GRPOTrainer that computes common prefixes once where `args.share_prefixes` says so and the model
@@ -69,13 +92,22 @@ class PrefixSharingTrainer(GRPOTrainer):
         if not getattr(self.args, "share_prefixes", False):
             yield
             return
-        with sharing_prefixes(model) as calls:
+        if is_sharded(model):
+            self._tell({"FSDP's processes must make equally many passes, whatever is in their rows"})
             yield
-        for why in calls.declined.keys() - self._told:
+            return
+        with sharing_prefixes(model) as calls, lean_head(next(model.parameters()).device):
+            yield
+        self._tell(calls.declined.keys())
+
+    def _tell(self, reasons: Iterable[str]) -> None:
+        for why in set(reasons) - self._told:
             self._told |= {why}
-            warnings.warn(f"share_prefixes: passes run plain, since {why}", stacklevel=3)
+            warnings.warn(f"share_prefixes: passes run plain, since {why}", stacklevel=4)
 
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+        if is_sharded(self.model):  # generate then waits for processes whose rows are longer
+            self.model._is_fsdp_managed_module = True
         if not getattr(self.args, "share_prefixes", False) or self.use_vllm:
             return super()._generate_single_turn(*args, **options)
         with self._sharing(self.model), self.accelerator.autocast():

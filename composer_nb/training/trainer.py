@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from trl import GRPOConfig
 from ..batch import ComposerDataCollator
 from ..distillation.taid import TAIDScheduler
 from ..forward.shared_body import why_not
+from ..forward.sharing import unshared
 from ..forward.states import ForwardPass, causal_lm, forward_pass, head_shortcut
 from ..loss.compose import LossComponents, compose_channels
 from ..loss.config import LossConfig
@@ -33,24 +35,27 @@ from .feedback import FeedbackFunc, joined
 from composer_nb.training.hinting import (
     HintTrainer,
     UpdateTeacher,
+    compared_rows,
     credited_advantages,
     refuse_hint_settings,
-    refuse_shards,
+    refuse_model,
 )
 from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
+from .shards import in_forward, is_sharded, with_idle_row
 
 # %% auto #0
 __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
            'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
-           'ComposerReplicationTrainer']
+           'channels_of', 'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
 def kept_states(model: nn.Module) -> Iterator[list[Tensor]]:
     "Keeps what the model's body returns inside."
-    why_not(model)  # its first look at a model is a pass over it, which is not the student's
+    if not is_sharded(model):
+        why_not(model)  # its first look at a model is a pass over it, which is not the student's
     kept: list[Tensor] = []
     hook = causal_lm(model).base_model.register_forward_hook(
         lambda module, args, output: kept.append(output[0])
@@ -133,7 +138,7 @@ def teacher_of(trainer: ChannelSetup) -> SelfTeacher | None:
     args = trainer.args
     if trainer.feedback_func is None or not (args.alpha_sdpo > 0 or args.rlsd > 0):
         return None
-    refuse_shards(trainer)
+    refuse_model(trainer)
     refuse_hint_settings(trainer)
     return SelfTeacher(trainer.model, args.teacher, args.teacher_ema_rate)
 
@@ -144,7 +149,7 @@ def pairs_of(trainer: ChannelSetup, dataset: Any, cache: ReferenceCache | None) 
     pairs = as_pairs(dataset) if args.beta_replay > 0 else []
     if trainer.teacher is None and not pairs:
         return pairs
-    refuse_shards(trainer)
+    refuse_model(trainer)
     trainer._base = fingerprint(model)
     if not head_shortcut(model):
         said = "this model's logits are not its head applied to its body"
@@ -281,6 +286,36 @@ class ResumableTrainer(ScheduledTrainer):
         if average:
             self.teacher.load_state_dict(average)
 
+# %% ../../nbs/training/40_trainer.ipynb #chof0000
+def channels_of(
+    trainer: ReportedTrainer,
+    batch: dict[str, Tensor],
+    kept: list[Tensor],
+    policy: Tensor,
+    counts: dict[str, Any],
+) -> LossComponents:
+    """All channels of a micro-batch; of a sharded model within its own forward, and with the same passes on
+    every process.
+    """
+    sharded, found = is_sharded(trainer.model), []
+    idle = sharded and "sdpo" in counts and len(compared_rows(batch)) == 0 < float(counts["sdpo"])
+    if idle:
+        batch, counts = with_idle_row(batch), counts | {"sdpo": math.inf}
+    options = {"teacher": trainer.teacher, "counts": counts, "sampling_temperature": trainer.temperature}
+
+    def compute() -> Tensor:
+        student = student_of(trainer.model, batch, kept)
+        found.append(
+            compose_channels(trainer.model, student, batch, (policy, 0), trainer.loss_config, **options)
+        )
+        return found[0].total
+
+    with trainer.accelerator.autocast(), unshared(sharded):
+        in_forward(trainer.model, compute)
+    if idle:
+        found[0].scored["sdpo"] = 0
+    return found[0]
+
 # %% ../../nbs/training/40_trainer.ipynb #9b152733
 class ComposerReplicationTrainer(ResumableTrainer):
     """TRL's GRPO plus hint self-distillation (`alpha_sdpo`) and trace-replay preferences (`beta_replay`).
@@ -306,8 +341,5 @@ class ComposerReplicationTrainer(ResumableTrainer):
         batch, counts = channel_batch(self, inputs), {"replay": self.pairs_per_step}
         if "sdpo_count" in inputs:  # DDP averages over processes
             counts["sdpo"] = inputs["sdpo_count"] / self.accelerator.num_processes
-        options = {"teacher": self.teacher, "counts": counts, "sampling_temperature": self.temperature}
-        with self.accelerator.autocast():
-            student = student_of(self.model, batch, kept)
-            parts = compose_channels(self.model, student, batch, (policy, 0), self.loss_config, **options)
+        parts = channels_of(self, batch, kept, policy, counts)
         return self._reported(parts, inputs)
