@@ -17,6 +17,7 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
 )
+from trl import GRPOConfig
 
 from composer_nb.batch import ComposerDataCollator, DPOPair, Rollout, build_batch
 from composer_nb.forward import encode_sequences, head_shortcut
@@ -29,6 +30,7 @@ from composer_nb.loss import (
     compose_loss,
     reference_logprobs,
 )
+from composer_nb.loss.config import TRL_KINDS, TRL_OPTIONS
 
 TOKENIZER = tiny.tokenizer()
 REQUESTS = (
@@ -228,11 +230,19 @@ def test_both_spellings_of_the_configuration_agree():
         (dict(dpo_variant="ipo"), ValueError, "dpo_variant='ipo'"),
         (dict(alpha_spdo=0.1), TypeError, "alpha_sdpo"),
         *[({name: 1}, TypeError, "retired") for name in RETIRED],
+        *[({name: 1}, TypeError, f"ComposerConfig.{name}=") for name in TRL_OPTIONS],
+        *[(dict(policy_kind=k), ValueError, f"ComposerConfig.loss_type='{k}'") for k in TRL_KINDS],
     ],
 )
 def test_wrong_options_are_named(options, error, says):
     with pytest.raises(error, match=says):
         LossConfig.resolve(**options)
+
+
+def test_what_is_refused_as_trls_is_a_field_of_trls_configuration():
+    known = {f.name: f for f in dataclasses.fields(GRPOConfig)}
+    assert set(TRL_OPTIONS) <= set(known) and not set(TRL_OPTIONS) & {f.name for f in dataclasses.fields(LossConfig)}
+    assert all(kind in known["loss_type"].metadata["help"] for kind in TRL_KINDS)
 
 
 def test_dpo_without_references_says_what_to_add():

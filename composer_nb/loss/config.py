@@ -18,8 +18,8 @@ from ..policy import PolicyKind
 from ..preference import PreferenceLoss
 
 # %% auto #0
-__all__ = ['RETIRED', 'PRESETS', 'option', 'require', 'require_choice', 'PolicyTermOptions', 'HintOptions', 'PreferenceOptions',
-           'LossConfig', 'refuse_unknown']
+__all__ = ['TRL_KINDS', 'RETIRED', 'TRL_OPTIONS', 'PRESETS', 'option', 'require', 'require_choice', 'PolicyTermOptions',
+           'HintOptions', 'PreferenceOptions', 'LossConfig', 'refuse_unknown']
 
 # %% ../../nbs/training/10_options.ipynb #5b235c84
 def option(default: Any, help: str) -> Any:
@@ -49,10 +49,10 @@ def require(
         raise ValueError(f"{name}={value!r}: {why}")
 
 
-def require_choice(options: object, name: str, known: Sequence[Any]) -> None:
-    "Raises ValueError for a value that is not one of `known`."
+def require_choice(options: object, name: str, known: Sequence[Any], others: str = "") -> None:
+    "Raises ValueError for a value that is not one of `known`; `others` says where else to look."
     if (value := getattr(options, name)) not in known:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, known))}")
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, known))}{others}")
 
 # %% ../../nbs/training/10_options.ipynb #4d5410f1
 @dataclass(kw_only=True)
@@ -70,7 +70,8 @@ class PolicyTermOptions:
 
     def check_policy(self) -> None:
         "Raises ValueError for a value without sense."
-        require_choice(self, "policy_kind", get_args(PolicyKind))
+        others = (self.policy_kind in TRL_KINDS) * f". ComposerConfig(loss_type={self.policy_kind!r}) has it"
+        require_choice(self, "policy_kind", get_args(PolicyKind), others)
         require_choice(self, "kl_estimator", get_args(KLEstimator))
         require(self, "kl_coef", 0.0, math.inf, _WEIGHT)
         require(self, "epsilon_low", 0.0, math.inf, "the lower clip is not negative")
@@ -79,6 +80,7 @@ class PolicyTermOptions:
         require(self, "max_completion_length", 0.0, math.inf, longest, open_low=True, none=True)
 
 
+TRL_KINDS = ("luspo", "sapo", "vespo")
 _WEIGHT = "a weight is finite and not negative; 0 switches it off"
 
 # %% ../../nbs/training/10_options.ipynb #5d70b24f
@@ -208,6 +210,11 @@ RETIRED = {
     "sdpo_alpha": "alpha_sdpo",
     "simpo_gamma_beta_ratio": "simpo_gamma (= simpo_beta x ratio)",
 }
+TRL_OPTIONS = (
+    "delta", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold", "importance_sampling_level",
+    "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_k_neg",
+    "vespo_lambda_pos", "vespo_lambda_neg", "loss_type", "scale_rewards", "mask_truncated_completions",
+)  # fmt: skip
 
 # %% ../../nbs/training/10_options.ipynb #b2c10c38
 @dataclass(kw_only=True, eq=True, unsafe_hash=True)
@@ -246,10 +253,12 @@ class LossConfig(HintOptions, PreferenceOptions, PolicyTermOptions):
 
 # %% ../../nbs/training/10_options.ipynb #58083c29
 def refuse_unknown(options: Any, known: set[str]) -> None:
-    "Raises TypeError for the first name that is retired or unknown, with what to use instead."
+    "Raises TypeError for the first name that is retired, TRL's or unknown, with what to use instead."
     for name in options:
         if name in RETIRED:
             raise TypeError(f"{name} was retired; use {RETIRED[name]}")
+        if name in TRL_OPTIONS:
+            raise TypeError(f"{name} is an option of TRL's trainer: ComposerConfig({name}=...) takes it")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise TypeError(
