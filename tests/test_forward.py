@@ -2,8 +2,10 @@
 fallbacks.
 """
 
+import contextlib
 import gc
 import itertools
+import os
 import random
 from types import SimpleNamespace
 
@@ -52,6 +54,7 @@ from composer_nb.forward import (
     continued_forward_pass,
     eval_mode,
     forward_pass,
+    grouped_heads,
     head_shortcut,
     prefix_shortcut,
     prefixes,
@@ -162,6 +165,52 @@ def test_shared_prefixes_give_the_models_own_logits_and_gradients(family, side):
     own = torch.cat([model(input_ids=torch.tensor([row])).logits[0, :-1] for row in rows])
     assert rel(logits, own) < limit
     assert rel(gradient(model, logits), gradient(model, own)) < limit * 10
+
+
+def kept(model: nn.Module, within) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Logits and gradient of a padded batch, and the bytes that autograd kept for it."""
+    ids, mask = padded([[5, 6, 7], list(range(3, 40)), list(range(8, 30))], "left")
+    sizes: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with within, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits[mask.bool()], gradient(model, logits[mask.bool()]), sum(sizes.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_grouped_heads_are_the_copied_ones(dtype):
+    sizes = dict(vocab_size=64, hidden_size=48, intermediate_size=32, num_hidden_layers=2)
+    torch.manual_seed(0)
+    heads = dict(num_attention_heads=6, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(dtype)
+    plain = kept(model, contextlib.nullcontext())
+    grouped = kept(model, grouped_heads(torch.device("cpu")))
+    limit = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
+    assert rel(grouped[0], plain[0]) < limit and rel(grouped[1], plain[1]) < limit
+    if dtype == torch.float32:
+        assert grouped[2] < 0.95 * plain[2]  # of each layer's keys and values two heads, not six
+
+
+def test_grouped_heads_leave_the_environment_as_it_was(monkeypatch):
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    monkeypatch.delenv(name, raising=False)
+    with grouped_heads(torch.device("cuda")):
+        assert name not in os.environ
+    with pytest.raises(KeyError), grouped_heads(torch.device("cpu")):
+        assert os.environ[name] == "1"
+        with grouped_heads(torch.device("cpu")):
+            assert os.environ[name] == "1"
+        assert os.environ[name] == "1"
+        raise KeyError
+    assert name not in os.environ
+    monkeypatch.setenv(name, "0")
+    with grouped_heads(torch.device("cpu")):
+        assert os.environ[name] == "0"
 
 
 def below_one_message(seed: int = 0) -> list[list[int]]:

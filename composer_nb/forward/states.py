@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['Encoded', 'encode_sequences', 'causal_lm', 'project', 'eval_mode', 'head_shortcut', 'require_states', 'ForwardPass',
-           'forward_pass', 'run_body']
+           'forward_pass', 'run_body', 'grouped_heads']
 
 # %% ../../nbs/kernels/09_forward.ipynb #15712417
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -125,7 +126,30 @@ def run_body(body: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Ten
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]
     optional = {"position_ids": positions, **cache}
     known = {name: value for name, value in optional.items() if name in accepted}
-    return body(input_ids=input_ids, attention_mask=attention_mask, **known)
+    twice = getattr(body, "is_gradient_checkpointing", False)  # the second time is outside of this call
+    with contextlib.nullcontext() if twice else grouped_heads(input_ids.device):
+        return body(input_ids=input_ids, attention_mask=attention_mask, **known)
+
+
+_FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers asks the environment before each attention
+_MASKED_GQA = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+@contextlib.contextmanager
+def grouped_heads(device: torch.device) -> Iterator[None]:
+    """Inside, attention on a CPU reads keys and values where they are, not in a copy for each query head.
+
+    From PyTorch 2.13 on, whose kernel takes a mask with it; elsewhere, and where the variable is set, nothing
+    changes. Source: transformers' `use_gqa_in_sdpa`.
+    """
+    if device.type != "cpu" or not _MASKED_GQA or _FORCE_GQA in os.environ:
+        yield
+        return
+    os.environ[_FORCE_GQA] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_FORCE_GQA, None)
 
 # %% ../../nbs/kernels/09_forward.ipynb #176a9054
 Encoded = ForwardPass
