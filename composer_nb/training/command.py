@@ -52,11 +52,13 @@ def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions
             f"{path}: no such file; write one with output_dir: and the fields you want to change"
         )
     try:
+        if path is not None and not isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
+            raise ValueError(f"{path} holds no fields; write output_dir: and those you want to change")
         options, args = TrlParser((RunOptions, ComposerConfig)).parse_args_and_config(given)
     except SystemExit:
         raise ValueError("a word was not understood; the lines above say which") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     return options, args
 
 # %% ../../nbs/training/42_command.ipynb #b339c308
