@@ -52,7 +52,7 @@ class OpenPass:
     mask: Int[Tensor, "P T"]  # of the cache: L columns, after those of the passes before it
     cache: Cache
 
-
+# %% ../../nbs/kernels/10_prefixes.ipynb #open0001
 def open_pass(body: nn.Module, ids: Int[Tensor, "P L"], mask: Tensor) -> OpenPass:
     "Run left-padded prefixes and keep their keys and values."
     first = run_body(body, ids, mask, use_cache=True)
@@ -108,7 +108,7 @@ def _check_continuations_of(lm: nn.Module) -> int:
     except _ODD:
         return 0
 
-
+# %% ../../nbs/kernels/10_prefixes.ipynb #probe001
 def _probe(lm: nn.Module) -> tuple[Any, ...]:
     "A few tokens: two rows of 6 and 4, three of 5, 3 and 1, four of up to 3, with owners; ids stay below 60."
     device = next(lm.parameters()).device

@@ -155,7 +155,7 @@ def common_beginning(ids: Int[Tensor, "B T"], mask: Tensor) -> int:
     distinct = len(torch.unique(ids, dim=0))
     return common if left and common * (distinct - 1) >= MIN_SAVING * distinct * width else 0
 
-
+# %% ../../nbs/kernels/12_shared_body.ipynb #root0001
 def _from_one_root(
     forward: Callable[..., Any], common: int, read: dict[str, Any], options: dict[str, Any]
 ) -> Any:

@@ -32,10 +32,9 @@ __all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', '
 # %% ../../nbs/kernels/11_sharing.ipynb #c020-6f0d0d
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Rows grouped by a common prefix: `groups[g]` lists row numbers, `shared[g]` the tokens of their common
-    prefix.
+    """Rows grouped by a common prefix: `groups[g]` lists rows, `shared[g]` its tokens (0: a group of one).
 
-    A group of one shares 0 tokens and runs plain. `lengths` holds the real tokens of each row.
+    `lengths` holds the real tokens of each row.
     """
 
     lengths: tuple[int, ...]
@@ -69,9 +68,8 @@ class SharedPrefixes:
         prefixes = [k for k in self.shared if k]
         suffixes = [self.lengths[row] - k for group, k in zip(self.groups, self.shared) if k for row in group]
         alone = [self.lengths[group[0]] for group, k in zip(self.groups, self.shared) if not k]
-        first = 0 if self.above is None else self.above.positions
-        parts = (suffixes, alone) if self.above is not None else (prefixes, suffixes, alone)
-        return first + sum(len(part) * max(part, default=0) for part in parts)
+        first, above = ([prefixes], 0) if self.above is None else ([], self.above.positions)
+        return above + sum(len(part) * max(part, default=0) for part in (*first, suffixes, alone))
 
 # %% ../../nbs/kernels/11_sharing.ipynb #6c66e79a
 def shared_prefixes(rows: Sequence[Sequence[int]]) -> SharedPrefixes:
@@ -91,7 +89,7 @@ def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     order = sorted(range(len(rows)), key=lambda i: (list(rows[i]), i))
     return order, [_common_prefix(rows[a], rows[b]) for a, b in zip(order, order[1:])]
 
-
+# %% ../../nbs/kernels/11_sharing.ipynb #cuts0001
 def _cut(common: Sequence[int], order: Sequence[int]) -> list[tuple[list[int], int]]:
     "Sorted rows in groups so that the most tokens are saved, and what each group shares."
     cut, groups, end = _best_cuts(common, len(order)), [], len(order)

@@ -130,7 +130,7 @@ def run_body(body: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Ten
     with contextlib.nullcontext() if twice else grouped_heads(input_ids.device):
         return body(input_ids=input_ids, attention_mask=attention_mask, **known)
 
-
+# %% ../../nbs/kernels/09_forward.ipynb #gqa0000a
 _FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers asks the environment before each attention
 _MASKED_GQA = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 

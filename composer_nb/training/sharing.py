@@ -19,7 +19,7 @@ from ..forward.shared_body import sharing_prefixes
 from .shards import is_sharded
 
 # %% auto #0
-__all__ = ['TILE', 'regrouped', 'lean_head', 'PrefixSharingTrainer']
+__all__ = ['TILE', 'regrouped', 'RegroupingTrainer', 'lean_head', 'PrefixSharingTrainer']
 
 # %% ../../nbs/training/33_sharing.ipynb #422ceebd
 def regrouped(batches: Sequence[dict[str, Any]], window: int) -> list[dict[str, Any]]:
@@ -57,6 +57,22 @@ def _plain(batch: dict[str, Any]) -> bool:
     single = lambda v: v is None or isinstance(v, int | float) or (isinstance(v, Tensor) and v.dim() == 0)
     return all(single(value) or isinstance(value, Tensor) and len(value) == rows for value in batch.values())
 
+# %% ../../nbs/training/33_sharing.ipynb #regr0001
+class RegroupingTrainer(GRPOTrainer):
+    "GRPOTrainer whose micro-batches hold whole questions, where `args.share_prefixes` and its loss allow it."
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        means = self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        whole = self.args.steps_per_generation % self.args.gradient_accumulation_steps == 0
+        sums = self.loss_type != "bnpo" and not means and whole
+        fresh = self.model.training and self._buffered_inputs is not before
+        if not (fresh and sums and getattr(self.args, "share_prefixes", False)):
+            return inputs
+        self._buffered_inputs = regrouped(self._buffered_inputs, self.args.gradient_accumulation_steps)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
 # %% ../../nbs/training/33_sharing.ipynb #lab00001
 TILE = 8192  # ids of the vocabulary in a tile of the head, on a CPU
 
@@ -79,7 +95,7 @@ def lean_head(device: torch.device) -> Iterator[None]:
         trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = own
 
 # %% ../../nbs/training/33_sharing.ipynb #44d01897
-class PrefixSharingTrainer(GRPOTrainer):
+class PrefixSharingTrainer(RegroupingTrainer):
     """GRPOTrainer that computes common prefixes once where `args.share_prefixes` says so and the model
     allows it.
     """
@@ -117,14 +133,3 @@ class PrefixSharingTrainer(GRPOTrainer):
         with self._sharing(model):
             return super()._get_per_token_logps_and_entropies(model, *args, **options)
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        means = self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
-        whole = self.args.steps_per_generation % self.args.gradient_accumulation_steps == 0
-        sums = self.loss_type != "bnpo" and not means and whole
-        fresh = self.model.training and self._buffered_inputs is not before
-        if not (fresh and sums and getattr(self.args, "share_prefixes", False)):
-            return inputs
-        self._buffered_inputs = regrouped(self._buffered_inputs, self.args.gradient_accumulation_steps)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]

@@ -29,6 +29,13 @@ from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
 from ..traces.pair import DPOPair
+
+# %% auto #0
+__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
+           'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
+           'channels_of', 'ComposerReplicationTrainer']
+
+# %% ../../nbs/training/40_trainer.ipynb #imports2
 from .checkpoint import ChannelState, read_state, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
@@ -44,11 +51,6 @@ from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
-
-# %% auto #0
-__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
-           'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
-           'channels_of', 'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
