@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -194,6 +195,14 @@ def test_grouped_heads_are_the_copied_ones(dtype):
     assert rel(grouped[0], plain[0]) < limit and rel(grouped[1], plain[1]) < limit
     if dtype == torch.float32:
         assert grouped[2] < 0.95 * plain[2]  # of each layer's keys and values two heads, not six
+
+
+def test_a_model_prepared_for_mixed_precision_shares_as_before():
+    model = tiny.model().train()
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    wrapped = prepared.forward
+    assert head_shortcut(prepared) and continuations(prepared) == 2
+    assert prepared.forward is wrapped and prepared(input_ids=torch.tensor([[5, 6, 7]])).logits.dtype == torch.float32
 
 
 def test_grouped_heads_leave_the_environment_as_it_was(monkeypatch):

@@ -183,6 +183,14 @@ def test_sharing_prefixes_changes_no_gradient_beyond_rounding(tmp_path, accumula
     assert (grads[0] - grads[1]).norm() < 1e-4 * grads[0].norm()
 
 
+@pytest.mark.parametrize("alpha", [0.0, ALPHA])
+def test_mixed_precision_shares_prefixes_whether_or_not_a_channel_is_lit(tmp_path, alpha, recwarn):
+    options = dict(bf16=True, max_steps=1)
+    trainer = build(tmp_path, options=options, alpha_sdpo=alpha, feedback_func=feedback if alpha else None)
+    trainer.train()
+    assert trainer._told == frozenset()
+
+
 def test_channels_off_with_sharing_is_sharing_alone_bit_for_bit(tmp_path):
     off = record(lit(tmp_path / "a", alpha_sdpo=0.0, beta_replay=0.0))
     bare = record(build(tmp_path / "b", PrefixSharingTrainer, args=True))

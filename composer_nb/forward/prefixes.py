@@ -22,6 +22,7 @@ from composer_nb.forward.states import (
     forward_pass,
     head_shortcut,
     project,
+    recomputes,
     require_states,
     run_body,
 )
@@ -153,7 +154,7 @@ def prefix_shortcut(model: nn.Module) -> bool:
     raises for an odd model; out of memory does raise.
     """
     lm = causal_lm(model)
-    if any(getattr(module, "gradient_checkpointing", False) and module.training for module in lm.modules()):
+    if recomputes(lm):
         return False
     return continues_exactly(lm)
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from .prefixes import can_continue, continuations, continues_exactly
 from .sharing import MIN_SAVING, grouped_states, paying_plan
-from .states import causal_lm
+from .states import causal_lm, recomputes
 
 # %% auto #0
 __all__ = ['SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'sharing_prefixes']
@@ -48,7 +48,7 @@ def why_not(model: nn.Module, longest: int = 1) -> str:
     transformers keeps no cache.
     """
     lm = causal_lm(model)
-    if any(getattr(module, "gradient_checkpointing", False) and module.training for module in lm.modules()):
+    if recomputes(lm):
         return (
             "gradient checkpointing is on, which keeps no keys and values: set gradient_checkpointing=False"
         )

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['Encoded', 'encode_sequences', 'causal_lm', 'project', 'eval_mode', 'head_shortcut', 'require_states', 'ForwardPass',
-           'forward_pass', 'run_body', 'grouped_heads']
+__all__ = ['Encoded', 'encode_sequences', 'causal_lm', 'project', 'eval_mode', 'head_shortcut', 'as_prepared', 'require_states',
+           'ForwardPass', 'forward_pass', 'run_body', 'recomputes', 'grouped_heads']
 
 # %% ../../nbs/kernels/09_forward.ipynb #15712417
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -68,13 +68,27 @@ def head_shortcut(model: nn.Module) -> bool:
     return _SHORTCUT[lm]
 
 
+@contextlib.contextmanager
+def as_prepared(lm: nn.Module) -> Iterator[None]:
+    "Inside, the forward that Accelerate was given: its wrapper for mixed precision turns autocast on again."
+    own, wrapped = lm.__dict__.get("_original_forward"), lm.__dict__.get("forward")
+    if own is None:
+        yield
+        return
+    lm.forward = own
+    try:
+        yield
+    finally:
+        lm.forward = wrapped
+
+
 @torch.no_grad()
 def _check_head(lm: nn.Module) -> bool:
     "Compare both ways in eval mode (dropout off)."
     if not hasattr(lm, "get_output_embeddings") or lm.get_output_embeddings() is None or lm.base_model is lm:
         return False
     ids = torch.arange(1, 5, device=next(lm.parameters()).device).unsqueeze(0)
-    with eval_mode(lm), torch.autocast(ids.device.type, enabled=False):
+    with eval_mode(lm), as_prepared(lm), torch.autocast(ids.device.type, enabled=False):
         own = lm(input_ids=ids).logits[0]
         ours = project(lm, lm.base_model(input_ids=ids).last_hidden_state[0])
     return ours.shape == own.shape and torch.allclose(
@@ -126,11 +140,17 @@ def run_body(body: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Ten
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]
     optional = {"position_ids": positions, **cache}
     known = {name: value for name, value in optional.items() if name in accepted}
-    twice = getattr(body, "is_gradient_checkpointing", False)  # the second time is outside of this call
+    twice = recomputes(body)  # the second time is outside of this call
     with contextlib.nullcontext() if twice else grouped_heads(input_ids.device):
         return body(input_ids=input_ids, attention_mask=attention_mask, **known)
 
 # %% ../../nbs/kernels/09_forward.ipynb #gqa0000a
+def recomputes(body: Any) -> bool:
+    "Whether gradient checkpointing is on, which runs layers again in the backward pass."
+    modules = body.modules() if isinstance(body, nn.Module) else ()
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in modules)
+
+
 _FORCE_GQA = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers asks the environment before each attention
 _MASKED_GQA = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 

@@ -258,7 +258,7 @@ def refuse_unknown(options: Any, known: set[str]) -> None:
         if name in RETIRED:
             raise TypeError(f"{name} was retired; use {RETIRED[name]}")
         if name in TRL_OPTIONS:
-            raise TypeError(f"{name} is an option of TRL's trainer: ComposerConfig({name}=...) takes it")
+            raise TypeError(f"{name} is TRL's: set it in ComposerConfig({name}=...), for the trainer")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise TypeError(
