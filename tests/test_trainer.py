@@ -184,7 +184,7 @@ def test_sharing_prefixes_changes_no_gradient_beyond_rounding(tmp_path, accumula
 
 
 @pytest.mark.parametrize("alpha", [0.0, ALPHA])
-def test_mixed_precision_shares_prefixes_whether_or_not_a_channel_is_lit(tmp_path, alpha, recwarn):
+def test_mixed_precision_shares_prefixes_whether_or_not_a_channel_is_lit(tmp_path, alpha):
     options = dict(bf16=True, max_steps=1)
     trainer = build(tmp_path, options=options, alpha_sdpo=alpha, feedback_func=feedback if alpha else None)
     trainer.train()

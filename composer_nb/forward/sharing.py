@@ -78,7 +78,7 @@ def shared_prefixes(rows: Sequence[Sequence[int]]) -> SharedPrefixes:
     The order of the rows does not matter; of equal savings the smaller group wins.
     """
     order, common = _sorted(rows)
-    groups = sorted(_cut(common, order))
+    groups = _cut(common, order)
     return SharedPrefixes(
         tuple(map(len, rows)), tuple(tuple(g) for g, _ in groups), tuple(k for _, k in groups)
     )
@@ -91,12 +91,12 @@ def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
 
 # %% ../../nbs/kernels/11_sharing.ipynb #cuts0001
 def _cut(common: Sequence[int], order: Sequence[int]) -> list[tuple[list[int], int]]:
-    "Sorted rows in groups so that the most tokens are saved, and what each group shares."
+    "Sorted rows in groups so that the most tokens are saved, and what each shares; by their first row."
     cut, groups, end = _best_cuts(common, len(order)), [], len(order)
     while end:
         groups.append((sorted(order[cut[end] : end]), min(common[cut[end] : end - 1], default=0)))
         end = cut[end]
-    return groups
+    return sorted(groups)
 
 
 def _best_cuts(common: Sequence[int], count: int) -> list[int]:

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig
@@ -29,13 +27,6 @@ from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
 from ..traces.pair import DPOPair
-
-# %% auto #0
-__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
-           'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
-           'channels_of', 'ComposerReplicationTrainer']
-
-# %% ../../nbs/training/40_trainer.ipynb #imports2
 from .checkpoint import ChannelState, read_state, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
@@ -51,6 +42,11 @@ from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
+
+# %% auto #0
+__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
+           'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
+           'channels_of', 'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
@@ -172,7 +168,7 @@ def channel_batch(trainer: ChannelSetup, inputs: dict[str, Any]) -> dict[str, Te
     "What channels 2 and 3 read in a micro-batch, under the names of `data/batch`."
     batch = joined(inputs) | {n: v for n, v in inputs.items() if n.startswith("ctx_") or n in HINT_FIELDS}
     if (old := inputs.get("old_per_token_logps")) is not None:
-        batch["old_logprobs"] = F.pad(old, (inputs["prompt_ids"].shape[1], 0))
+        batch["old_logprobs"] = nn.functional.pad(old, (inputs["prompt_ids"].shape[1], 0))
     if trainer.pairs:
         accelerator, args = trainer.accelerator, trainer.args
         place = {"seed": args.seed, "rank": accelerator.process_index, "world": accelerator.num_processes}
@@ -302,7 +298,7 @@ def channels_of(
     sharded, found = is_sharded(trainer.model), []
     idle = sharded and "sdpo" in counts and len(compared_rows(batch)) == 0 < float(counts["sdpo"])
     if idle:
-        batch, counts = with_idle_row(batch), counts | {"sdpo": math.inf}
+        batch, counts = with_idle_row(batch), counts | {"sdpo": float("inf")}
     options = {"teacher": trainer.teacher, "counts": counts, "sampling_temperature": trainer.temperature}
 
     def compute() -> Tensor:
