@@ -13,7 +13,8 @@ PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 TORCH_INDEX ?=
 
 QUICKSTART_SPIKE ?= 006_real_model_cpu
-QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p heldout=24 -p started=$(STARTED)
+QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p prompts=2 -p accumulation=1 -p heldout=12 \
+	-p pair_questions=8 -p started=$(STARTED)
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 STAGES := install browser lint sync clean-check lone book pytest smoke
