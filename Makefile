@@ -8,7 +8,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+# Bytecode is written where a module is first imported, not for all of torch at once.
+PIP := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
 # An option for pip such as `--index-url …`, to take torch from an index of CPU builds.
 TORCH_INDEX ?=
 
