@@ -26,6 +26,8 @@ CHAPTER_COLUMNS = [
 ]
 RUN_COLUMNS = ["spike", "run", "commit", "hardware", "started", "seconds", "verdict"]
 HOUSE = "book/house.json"
+TRL_SUITE = "book/trl_suite.json"
+TRAINERS = {"trl": "TRL's", "ours": "ours", "ours_shared": "ours, sharing prompts"}
 AIM_ZERO = [
     "modules_over_400",
     "exported_cells_over_40",
@@ -124,6 +126,37 @@ def house_table(root: Path) -> str:
     return table(["figure", "measured", "aim", "reached"], [*rows, *rest])
 
 
+def trl_suite(root: Path) -> str:
+    """What `book/trl_suite.json` counts, and each case that not all trainers passed."""
+    path = root / TRL_SUITE
+    if not path.exists():
+        return f"Not run yet: there is no `{TRL_SUITE}`; `python scripts/trl_suite.py FOLDER` writes it."
+    found = json.loads(path.read_text())
+    words = [word for word in found["counts"]["trl"] if any(c[word] for c in found["counts"].values())]
+    counts = [
+        f"| {label} | " + " | ".join(str(found["counts"][name][word]) for word in words) + " |"
+        for name, label in TRAINERS.items()
+    ]
+    others = [
+        "| " + " | ".join([f"`{case['case']}`", *(case[n] for n in TRAINERS), cell(case["note"])]) + " |"
+        for case in found["cases"]
+        if {case[name] for name in TRAINERS} != {"passed"}
+    ]
+    versions = found["tests"] | found["versions"]
+    origin = ", ".join(f"{name} {value}" for name, value in versions.items())
+    return "\n".join([
+        f"TRL's own test file of `GRPOTrainer` ({len(found['cases'])} cases), with TRL's trainer and with "
+        f"ours, added channels off. {origin}.",
+        "", table(["trainer", *words], counts), "", "Not passed by all three:", "",
+        table(["case", *TRAINERS.values(), "why"], others),
+    ])  # fmt: skip
+
+
+def cell(text: str) -> str:
+    """Any text as one cell of a table."""
+    return re.sub(r"([|<>*_`\\])", r"\\\1", text)
+
+
 def table(columns: list[str], rows: list[str]) -> str:
     return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows])
 
@@ -160,6 +193,10 @@ class BookStatus(SphinxDirective):
             "## How the house is built",
             "",
             house_table(root),
+            "",
+            "## TRL's own tests of its trainer",
+            "",
+            trl_suite(root),
         ]
         return self.parse_text_to_nodes("\n".join(text), allow_section_headings=True)
 

@@ -300,6 +300,8 @@ def machine_paths(root: Path = ROOT) -> list[tuple[re.Pattern[str], str]]:
         "/tmp": "<tmp>",
         "/var/tmp": "<tmp>",
     }
+    if sys.prefix != sys.base_prefix:  # an environment may stand beside another checkout
+        tails[sys.prefix] = ".venv"
     patterns = [(re.compile(r"/tmp/ipykernel_\d+/\d+\.py"), "<cell>")]
     for path in sorted(tails, key=len, reverse=True):
         if path != "/":

@@ -145,6 +145,8 @@ def test_prompts_that_are_more_than_tokens_are_not_merged():
     flat, deep = torch.zeros(4, 6), torch.zeros(4, 4, 6)  # some models number positions along several axes
     assert shared_body._odd_prompt({"position_ids": flat, "use_cache": True}) == ""
     assert shared_body._odd_prompt({"position_ids": deep}) == "called with position_ids"
+    for pictures in ([torch.randn(3, 4)], {"features": torch.randn(3, 4)}):  # read before the prompt is
+        assert shared_body._odd_prompt({"mm_encoder_outputs": pictures}) == "called with mm_encoder_outputs"
 
 
 def test_a_cache_whose_rows_cannot_be_copied_runs_plain(monkeypatch):

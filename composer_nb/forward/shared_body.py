@@ -129,10 +129,11 @@ def prefilled(
 
 def _odd_prompt(options: dict[str, Any]) -> str:
     "What a row's tokens alone do not say, such as images; empty when there is nothing."
-    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-    known = {name for name, value in tensors.items() if name == "cache_position" or value.dim() == 2}
-    known -= tensors.keys() - {"cache_position", "position_ids"}
-    return f"called with {', '.join(sorted(tensors.keys() - known))}" if tensors.keys() - known else ""
+    settings = (bool, int, float, str, type(None))
+    odd = {name for name, value in options.items() if not isinstance(value, settings)} - {"cache_position"}
+    if isinstance(positions := options.get("position_ids"), Tensor) and positions.dim() == 2:
+        odd -= {"position_ids"}
+    return f"called with {', '.join(sorted(odd))}" if odd else ""
 
 
 def _rows(value: Any, rows: Tensor, batch: int) -> Any:
