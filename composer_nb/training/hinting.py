@@ -121,6 +121,8 @@ class FeedbackTrainer(PolicyTermTrainer):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Any:
+        if inputs and "completion_messages" in inputs[0]:  # a rollout function has played whole episodes
+            completions = [row["completion_messages"] for row in inputs]
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.teacher is not None and self.model.training:
             self._rewarded = (inputs, prompts, completions)

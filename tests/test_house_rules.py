@@ -1,0 +1,122 @@
+"""Conventions that only a refusal tells of."""
+
+import json
+import random
+
+import pytest
+
+from composer_nb.hints import leaked_values
+from composer_nb.tasks.contract import contract_problems
+from composer_nb.tasks.house_rules import (
+    KINDS,
+    HouseRules,
+    answered,
+    house_hints,
+    obeyed,
+    rules_of,
+    undone,
+)
+from composer_nb.tasks.tool_calls import grade, load_questions, reference_call, render_answer, render_prompt
+
+QUESTIONS = [q for q in load_questions() if grade(reference_call(q), q).exact]
+
+
+def test_there_are_a_dozen_kinds():
+    assert len(KINDS) >= 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_kind_can_be_kept_by_every_reference(kind, seed):
+    rules = rules_of(1, seed, (kind,))
+    for question in QUESTIONS[seed::4]:
+        turn = answered(json.dumps(obeyed(reference_call(question), rules)), question, rules)
+        assert turn.exact and turn.reward == 1 and not turn.broken, question.id
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_rules_together_are_kept_together_and_each_is_missed_alone(count):
+    rng = random.Random(count)
+    for seed in range(12):
+        rules = rules_of(count, seed)
+        assert len({rule.kind for rule in rules}) == count
+        question = rng.choice(QUESTIONS)
+        call = reference_call(question)
+        form, broken = undone(obeyed(call, rules), rules)
+        assert broken == [] and grade(json.dumps(form), question).exact
+        for rule in rules:
+            others = [one for one in rules if one is not rule]
+            told = undone(obeyed(call, others), rules)[1]
+            plain_keeps = rule.undo(rule.obey(obeyed(call, []))) is not None and rule.obey(
+                obeyed(call, [])
+            ) == obeyed(call, [])
+            assert (told == [rule]) or plain_keeps or rule.kind in {one.kind for one in told}
+
+
+def test_a_rule_that_the_plain_call_breaks_earns_nothing_without_partial_credit_and_some_with_it():
+    question, rules = QUESTIONS[0], rules_of(2, 0, ("name_prefix", "wrapped"))
+    plain = render_answer(reference_call(question))
+    assert answered(plain, question, rules).reward == 0
+    one_kept = json.dumps(obeyed(reference_call(question), rules[1:]))
+    rewards = [answered(text, question, rules, partial=True).reward for text in (plain, one_kept)]
+    assert 0 < rewards[0] < rewards[1] < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no",
+        "[1]",
+        "{",
+        "{}",
+        '{"name": 3}',
+        '{"name": "x", "arguments": []}',
+        "null",
+        "[" * 9999,
+        '{"a": ' * 2000,
+    ],
+)
+def test_any_text_is_answered(text):
+    for rules in (rules_of(0), rules_of(len(KINDS))):
+        turn = answered(text, QUESTIONS[0], rules)
+        assert not turn.exact and turn.reward <= 0.2 and turn.fault is not None
+
+
+def test_a_refusal_names_its_rule_and_nothing_of_the_question():
+    for seed in range(30):
+        rules = rules_of(3, seed)
+        for question in QUESTIONS[seed::60]:
+            call = reference_call(question)
+            turn = answered(render_answer(call), question, rules)
+            context = " ".join(m["content"] for m in render_prompt(question, descriptions=False))
+            if turn.broken:
+                assert turn.fault.text == f"refused: {turn.broken[-1].says}"
+                for hint in (turn.fault.text, *house_hints(turn, question, rules).values()):
+                    known = context + " ".join(rule.says for rule in rules)
+                    leaked = leaked_values(hint, call["arguments"], ngram=None)
+                    assert [v for v in leaked if not leaked_values(known, [v], ngram=None)] == []
+
+
+def test_the_same_seed_draws_the_same_rules_and_other_seeds_others():
+    said = [tuple(rule.says for rule in rules_of(3, seed)) for seed in (0, 0, 1, 2, 3)]
+    assert said[0] == said[1] and len(set(said)) >= 4
+
+
+@pytest.mark.parametrize(
+    "count, kinds, says", [(99, (), "99 rules"), (-1, (), "-1 rules"), (1, ("nonsense",), "nonsense")]
+)
+def test_what_cannot_be_drawn_is_named(count, kinds, says):
+    with pytest.raises(ValueError, match=says):
+        rules_of(count, 0, kinds)
+
+
+def test_the_family_keeps_the_contract_and_shares_no_function():
+    family = HouseRules(rules_of(3, 5))
+    assert contract_problems(family, 25) == []
+    names = [
+        {name for q in family.tasks(split, 60) for name in q.function_names} for split in ("train", "heldout")
+    ]
+    assert not names[0] & names[1]
+    with pytest.raises(ValueError, match="100000 tasks"):
+        family.tasks("train", 100000)
