@@ -8,7 +8,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-# Bytecode is written where a module is first imported, not for all of torch at once.
+# Bytecode is written where a module is first imported, not for all of torch at once; so it has to be written.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
 # An option for pip such as `--index-url …`, to take torch from an index of CPU builds.
 TORCH_INDEX ?=
