@@ -141,10 +141,10 @@ class Results:
             signal.signal(signal.SIGALRM, before)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or (report.when == "setup" and not report.passed):
+        if report.when == "call" or not report.passed:
             outcome, why = outcome_of(report)
             seconds = round(report.duration, 1)
-            ran = {"ran": report.when == "call", "seconds": seconds}
+            ran = {"ran": report.when != "setup", "seconds": seconds}
             self.write(case_of(report.nodeid), outcome, why=why, **ran)
 
 
