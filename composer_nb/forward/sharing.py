@@ -32,8 +32,9 @@ __all__ = ['MIN_SAVING', 'encode_shared', 'SharedPrefixes', 'shared_prefixes', '
 # %% ../../nbs/kernels/11_sharing.ipynb #c020-6f0d0d
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Rows grouped by a common prefix: `groups[g]` lists rows, `shared[g]` its tokens; a group of one has 0, or
-    what it goes on from in `above`. `lengths` holds the real tokens of each row.
+    """Rows grouped by a common prefix: `groups[g]` lists rows, `shared[g]` its tokens.
+
+    A group of one has 0, or what it goes on from in `above`. `lengths` are the rows' real tokens.
     """
 
     lengths: tuple[int, ...]
