@@ -19,7 +19,7 @@ QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p prompts=2 -p accumulati
 	-p pair_questions=8 -p started=$(STARTED)
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
-STAGES := install browser lint sync clean-check lone book pytest smoke
+STAGES := install browser lint sync clean-check lone smoke+book pytest
 
 VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch
@@ -90,7 +90,7 @@ book: $(DEV_STAMP) ## build the book with warnings as errors
 
 .PHONY: pytest
 pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --durations=15
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --durations=40
 
 .PHONY: smoke
 smoke: $(DEV_STAMP) model ## every spike with smoke=True, three at a time, one thread each; 006 runs in `lone`

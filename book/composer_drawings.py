@@ -304,6 +304,31 @@ def launching() -> tuple[int, str, str, str]:
     )
 
 
+def frameworks() -> tuple[int, str, str, str]:
+    """Our words on one side, theirs on the other, an adapter that only translates."""
+    theirs = ["OpenEnv", "verl", "PRIME-RL", "Monarch"]
+    return (
+        196,
+        "An adapter translates names and nothing else",
+        (
+            "Losses, alignment and tasks stand in the library. A thin adapter renames them to what another "
+            "framework calls them; the framework runs them. Of the four in the drawing, OpenEnv has its page."
+        ),
+        "".join(
+            [
+                box(4, 66, 148, 56, "composer_nb", "losses, tasks, batch", css="c1"),
+                arrow((152, 94), (174, 94)),
+                box(176, 66, 130, 56, "adapter", "names, no maths", css="sum"),
+                *(arrow((306, 94), (340, 28 + 46 * n)) for n in range(4)),
+                *(
+                    box(342, 10 + 46 * n, 132, 36, name, css="c3" if n == 0 else "")
+                    for n, name in enumerate(theirs)
+                ),
+            ]
+        ),
+    )
+
+
 def spikes() -> tuple[int, str, str, str]:
     """A question, a rule, a run, a verdict."""
     return (
@@ -344,6 +369,7 @@ DRAWINGS: dict[str, Callable[[], tuple[int, str, str, str]]] = {
     "training": training,
     "scaling_out": scaling_out,
     "launching": launching,
+    "frameworks": frameworks,
     "spikes": spikes,
 }
 

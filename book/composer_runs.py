@@ -63,6 +63,11 @@ class Run:
         return self.folder.parent.parent.name
 
     @property
+    def judged(self) -> bool:
+        """Whether the run is compared with others: the quickstart's own has smaller settings and one arm."""
+        return not self.name.startswith("quickstart")
+
+    @property
     def page(self) -> str:
         return f"spikes/{self.spike}/runs/{self.name}/spike"
 
@@ -140,7 +145,7 @@ def runs_of(root: Path, spike: str = "*") -> list[Run]:
 def newest(runs: list[Run]) -> Run | None:
     """The run started last among those that no other run supersedes."""
     gone = {name for run in runs for name in run.superseded}
-    current = [run for run in runs if run.name not in gone] or runs
+    current = [run for run in runs if run.name not in gone and run.judged] or runs
     return current[-1] if current else None
 
 
@@ -324,7 +329,7 @@ class FigurePlot(SphinxDirective):
         runs = [
             run
             for run in runs_of(Path(self.env.srcdir), spike)
-            if set(labels) & run.facts.get("figures", {}).keys()
+            if run.judged and set(labels) & run.facts.get("figures", {}).keys()
         ]
         if not runs:
             logger.warning(

@@ -18,35 +18,58 @@ from .traces.pair import DPOPair
 from .traces.state import Message
 
 # %% auto #0
-__all__ = ['ComposerBatch', 'Rollout', 'AlignmentError', 'Alignment', 'align', 'Padding', 'student_rows', 'teacher_rows',
-           'pair_ids', 'pair_rows', 'assert_aligned', 'ComposerDataCollator', 'build_batch']
+__all__ = ['ComposerBatch', 'Site', 'Rollout', 'AlignmentError', 'Alignment', 'align', 'Padding', 'student_rows', 'teacher_rows',
+           'verified_rows', 'pair_ids', 'pair_rows', 'assert_aligned', 'ComposerDataCollator', 'build_batch']
 
 # %% ../nbs/data/30_batch.ipynb #c008-121250
+class Site(NamedTuple):
+    """A hint above sampled turn `turn` (-1 is the last), `context` the messages before it. The turn's tokens
+    are compared, or it is only read; without a hint it is compared as it stands.
+    """
+
+    hint: str
+    turn: int = -1
+    context: Sequence[Message] = ()
+    compared: bool = True
+
+# %% ../nbs/data/30_batch.ipynb #sites003
 @dataclass(frozen=True)
 class Rollout:
-    "One trajectory of the student: ids, which were sampled, and where (if anywhere) a hint belongs."
+    """One trajectory of the student: ids, which were sampled, and where (if anywhere) a hint belongs; `sites`
+    where there are several.
+    """
 
     ids: Sequence[int]
     sampled: Sequence[bool | int]
     hint: str = ""
     site: int = -1  # index of the faulty turn among the sampled turns; -1 is the last
     site_context: Sequence[Message] = ()
+    sites: Sequence[Site] = ()
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.sampled):
             raise ValueError(
                 f"a rollout has {len(self.ids)} ids but {len(self.sampled)} entries in its sampled mask"
             )
-        if self.hint and not self.site_context:
+        if any(site.hint and not site.context for site in self.all_sites):
             raise ValueError("a rollout with a hint needs site_context: the messages before the faulty turn")
+
+    @property
+    def all_sites(self) -> list[Site]:
+        own = [Site(self.hint, self.site, self.site_context)] if self.hint else []
+        return [*own, *self.sites]
 
     @property
     def site_span(self) -> tuple[int, int]:
         "Half-open span of the faulty turn in `ids`."
+        return self.span_of(self.site)
+
+    def span_of(self, turn: int) -> tuple[int, int]:
+        "Half-open span of a sampled turn. Raises ValueError for one that there is not."
         turns = sampled_turns(self.sampled)
-        if not -len(turns) <= self.site < len(turns):
-            raise ValueError(f"site {self.site} is not one of the rollout's {len(turns)} sampled turns")
-        return turns[self.site]
+        if not -len(turns) <= turn < len(turns):
+            raise ValueError(f"site {turn} is not one of the rollout's {len(turns)} sampled turns")
+        return turns[turn]
 
 # %% ../nbs/data/30_batch.ipynb #c011-ed1033
 class AlignmentError(ValueError):
@@ -60,21 +83,36 @@ class Alignment(NamedTuple):
     student_idx: list[int]
     teacher_idx: list[int]
 
-
+# %% ../nbs/data/30_batch.ipynb #sites004
 def align(
     tokenizer: PreTrainedTokenizerBase, rollout: Rollout, *, placement: Placement = "above", **template: Any
 ) -> Alignment:
-    "Teacher sequence and compared positions for a hinted rollout; empty lists when there is no hint."
-    if not rollout.hint:
-        return Alignment([], [], [])
-    start, end = rollout.site_span
-    context = hinted_context_ids(
-        tokenizer, rollout.site_context, rollout.hint, rollout.ids[:start], placement=placement, **template
-    )
-    turn = list(rollout.ids[start:end])
-    return Alignment(
-        context + turn, list(range(start, end)), list(range(len(context), len(context) + len(turn)))
-    )
+    """Teacher sequence and compared positions for a hinted rollout; empty lists when there is no hint.
+
+    Raises ValueError for two sites at one turn, and for a hint that changes what stands before the site in
+    front of it (a hint in the system message does).
+    """
+    sites = sorted(((rollout.span_of(s.turn), s) for s in rollout.all_sites), key=lambda pair: pair[0])
+    ids, found, read = list[int](), Alignment([], [], []), 0
+    if not any(site.hint for _, site in sites):
+        return found
+    for (start, end), site in sites:
+        if start < read:
+            raise ValueError(f"two hints for turn {site.turn}: join them")
+        context = list(rollout.ids[:start])
+        if site.hint:
+            context = hinted_context_ids(
+                tokenizer, site.context, site.hint, context, placement=placement, **template
+            )
+        if context[:read] != list(rollout.ids[:read]):
+            raise ValueError(f"the hint for turn {site.turn} changes what stands before an earlier site")
+        ids += context[read:]
+        if site.compared:
+            found.student_idx.extend(range(start, end))
+            found.teacher_idx.extend(range(len(ids), len(ids) + end - start))
+        ids += rollout.ids[start:end]
+        read = end
+    return found._replace(teacher_ids=ids)
 
 # %% ../nbs/data/30_batch.ipynb #c016-bef0fc
 ComposerBatch = dict[str, Tensor]
@@ -143,6 +181,21 @@ def teacher_rows(
     return {
         "ctx_teacher_input_ids": ids, "ctx_teacher_attention_mask": attention, "sdpo_loss_mask": mask,
         "student_response_idx": student_idx, "teacher_response_idx": teacher_idx,
+    }
+
+# %% ../nbs/data/30_batch.ipynb #vf000004
+def verified_rows(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: Padding
+) -> ComposerBatch:
+    "Bare prompts with verified answers behind them, the answers scored; empty rows where there is no answer."
+    pairs = zip(prompts, answers, strict=True)
+    kept = [(list(prompt) if answer else [], list(answer)) for prompt, answer in pairs]
+    ids, attention = pad([prompt + answer for prompt, answer in kept])
+    scored, _ = pad([[0] * len(prompt) + [1] * len(answer) for prompt, answer in kept], value=0)
+    return {
+        "verified_input_ids": ids,
+        "verified_attention_mask": attention,
+        "verified_loss_mask": scored,
     }
 
 # %% ../nbs/data/30_batch.ipynb #c021-501c23

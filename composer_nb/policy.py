@@ -16,8 +16,9 @@ from torch import Tensor
 from .core import KLEstimator, kl_estimate, reduce_tokens, widen
 
 # %% auto #0
-__all__ = ['AdvantageKind', 'PolicyKind', 'group_advantages', 'kl_penalty', 'kl_shaped_rewards', 'PolicyOutput', 'PolicyOptions',
-           'policy_loss', 'policy_denominator', 'dppo_mask', 'dppo_loss', 'reference_kl_loss', 'length_penalty']
+__all__ = ['AdvantageKind', 'PolicyKind', 'group_advantages', 'turn_advantages', 'kl_penalty', 'kl_shaped_rewards',
+           'PolicyOutput', 'PolicyOptions', 'policy_loss', 'policy_denominator', 'dppo_mask', 'dppo_loss',
+           'reference_kl_loss', 'length_penalty']
 
 # %% ../nbs/kernels/01_policy.ipynb #c008-581766
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
@@ -63,6 +64,23 @@ def _constant(grouped: Tensor, scored: Tensor) -> Bool[Tensor, "G 1"]:
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1, keepdim=True)
     lowest = grouped.masked_fill(~scored, torch.inf).amin(1, keepdim=True)
     return highest <= lowest
+
+# %% ../nbs/kernels/01_policy.ipynb #turnadv1
+def turn_advantages(
+    returns: Float[Tensor, "B K"], group_size: int, *, kind: AdvantageKind = "grpo", eps: float = 1e-4
+) -> Float[Tensor, "B K"]:
+    """Advantage of each turn over the same turn of the group's other answers.
+
+    `returns`: what an answer earned from each of its turns on, NaN where it has no such turn; there the
+    advantage is 0, as it is for a turn that no other answer of the group has. `kind`, `eps` and errors as in
+    `group_advantages`. Source: MT-GRPO, arXiv 2505.11821, with returns in place of its two-turn sum.
+    """
+    if returns.ndim != 2:
+        raise ValueError(f"returns {tuple(returns.shape)} are not one row per answer and one column per turn")
+    if not returns.shape[1]:
+        return widen(returns)
+    columns = [group_advantages(turn, group_size, kind=kind, eps=eps) for turn in returns.unbind(1)]
+    return torch.stack(columns, 1)
 
 # %% ../nbs/kernels/01_policy.ipynb #c017-880cc0
 PolicyKind = Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo"]

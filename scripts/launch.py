@@ -39,6 +39,9 @@ EXTRAS = {
     "moto": "drills",
     "boto3": "drills",
     "openai": "drills",
+    "openenv": "openenv",
+    "websockets": "openenv",
+    "pydantic": "openenv",
     "fastapi": "drills",
     "uvicorn": "drills",
     f"{PACKAGE}.models": "smollm2",  # the bundled model is read with gguf, which transformers imports

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import nbformat
 from jupyter_client.manager import KernelManager
-from launch import ROOT, add_launch_cell, extras, is_launch_cell, version
+from launch import LAUNCH_MARK, ROOT, add_launch_cell, extras, is_launch_cell, version
 from measure_house import toc_order
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -54,6 +54,7 @@ class Result:
     wall_s: float
     launch_s: float
     reason: str = ""
+    cells: list[tuple[float, str]] = field(default_factory=list)  # seconds, first line
 
 
 @dataclass
@@ -233,6 +234,7 @@ def environment(python: Path, sources: Sources) -> dict[str, str]:
             "KAGGLE_KERNEL_RUN_TYPE": "Batch",
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
             "PYTHONNOUSERSITE": "1",
+            "PIP_NO_COMPILE": "1",  # bytecode is written where a module is first imported
             "IPYTHONDIR": str(python.parent.parent / "ipython"),
         }
     )
@@ -264,14 +266,17 @@ def run_page(job: Job, python: Path, sources: Sources, folder: Path, limit_s: fl
     name = f"{Path(job.page).name}.ipynb"
     nbformat.write(job.notebook, folder / name)
     notebook = nbformat.read(folder / name, as_version=4)
-    clock = {"launch": 0.0, "cell": 0.0}
+    clock: dict[str, float] = {"launch": 0.0, "cell": 0.0}
+    cells: list[tuple[float, str]] = []
 
     def before(cell: nbformat.NotebookNode, cell_index: int) -> None:
         clock["cell"] = time.monotonic()
 
     def after(cell: nbformat.NotebookNode, cell_index: int, execute_reply: object) -> None:
+        took = time.monotonic() - clock["cell"]
+        cells.append((took, next(iter(cell.source.strip().splitlines()), "")))
         if is_launch_cell(cell):
-            clock["launch"] = time.monotonic() - clock["cell"]
+            clock["launch"] = took
 
     manager = KernelManager()
     manager.kernel_spec.argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -290,7 +295,7 @@ def run_page(job: Job, python: Path, sources: Sources, folder: Path, limit_s: fl
         if manager.has_kernel:
             manager.shutdown_kernel(now=True)
         manager.cleanup_resources()
-    return Result(job.page, time.monotonic() - started, clock["launch"], reason)
+    return Result(job.page, time.monotonic() - started, clock["launch"], reason, cells)
 
 
 class Queue:
@@ -358,6 +363,13 @@ def report(results: Sequence[Result], chapters: Sequence[str], python: str) -> d
     }
 
 
+def slowest(results: Sequence[Result], many: int) -> Iterator[str]:
+    """Where the time went: the cells that took longest, those that install aside."""
+    cells = [(took, r.page, line) for r in results for took, line in r.cells if line != LAUNCH_MARK]
+    for took, page, line in sorted(cells, reverse=True)[:many]:
+        yield f"{took:7.1f} s  {page}: {line[:70]}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -369,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
     parser.add_argument("--workers", type=int, default=2, help="pages at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a cell may take")
+    parser.add_argument("--durations", type=int, default=15, help="how many of the slowest cells to name")
     parser.add_argument("--envs", type=Path, help="keep environments here (of other Pythons: about 5 GB)")
     parser.add_argument(
         "--wheelhouse", type=Path, help="a folder of `composer-nb wheelhouse` in place of the archive"
@@ -406,6 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{len(found['ran'])} of {len(chapters)} pages ran on Python {python} in {time.monotonic() - started:.0f} s"
     )
+    print("the slowest cells:", *slowest(results, args.durations), sep="\n")
     for page, reason in found["failed"].items():
         print(f"  {page}: {reason}", file=sys.stderr)
     return int(bool(found["failed"]))

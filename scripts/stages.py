@@ -1,8 +1,13 @@
-"""Run make targets one after another, go on after a failure, and close with times and one counting line."""
+"""Run make targets one after another, go on after a failure, and close with times and one counting line.
+
+`a+b` runs two targets at once, where each would leave a core idle; what they print follows one after the
+other.
+"""
 
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,32 +28,57 @@ class StageResult:
         return "passed" if self.returncode == 0 else f"failed ({self.returncode})"
 
 
+def run_together(make: str, names: Sequence[str]) -> list[StageResult]:
+    """Run `make <name>` for all of them at once; the output of all but the first waits until it has ended."""
+    started, running = time.monotonic(), []
+    for name in names:
+        words = [make, "--no-print-directory", name]
+        out = tempfile.TemporaryFile() if running else None
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out and subprocess.STDOUT
+        )
+        running.append((name, process, out))
+    ended: dict[str, float] = {}
+    while len(ended) < len(running):
+        for name, process, _ in running:
+            if name not in ended and process.poll() is not None:
+                ended[name] = time.monotonic() - started
+        time.sleep(0.05)
+    for name, _, out in running:
+        if out is not None:
+            print(f"\n=== {name}, beside {names[0]} ===", flush=True)
+            out.seek(0)
+            sys.stdout.write(out.read().decode(errors="replace"))
+            sys.stdout.flush()
+            out.close()
+    return [StageResult(name, process.returncode, ended[name]) for name, process, _ in running]
+
+
 def run_stages(make: str, stages: Sequence[str], required: Sequence[str]) -> list[StageResult]:
     """Run `make <stage>` for each stage; once a `required` one fails the rest are not run."""
     results: list[StageResult] = []
     blocked = False
-    for name in stages:
+    for stage in stages:
+        names = stage.split("+")
         if blocked:
-            results.append(StageResult(name, None, 0.0))
+            results += [StageResult(name, None, 0.0) for name in names]
             continue
-        print(f"\n=== {name} ===", flush=True)
-        started = time.monotonic()
-        returncode = subprocess.run(
-            [make, "--no-print-directory", name], check=False, stdin=subprocess.DEVNULL
-        ).returncode
-        results.append(StageResult(name, returncode, time.monotonic() - started))
-        blocked = returncode != 0 and name in required
+        print(f"\n=== {stage} ===", flush=True)
+        found = run_together(make, names)
+        results += found
+        blocked = any(r.returncode != 0 and r.name in required for r in found)
     return results
 
 
-def report(results: Sequence[StageResult]) -> str:
-    """Lay the results out as a table whose last line counts stages: `N passed, N failed`."""
+def report(results: Sequence[StageResult], wall_s: float) -> str:
+    """Lay the results out as a table whose last line counts stages: `N passed, N failed`; `wall_s` is that of
+    all.
+    """
     width = max(len(r.name) for r in results)
     rows = [f"{r.name:<{width}}  {r.wall_s:7.1f} s  {r.outcome}" for r in results]
-    total = sum(r.wall_s for r in results)
     passed = sum(r.returncode == 0 for r in results)
     return "\n".join(
-        [*rows, f"{'all':<{width}}  {total:7.1f} s", "", f"{passed} passed, {len(results) - passed} failed"]
+        [*rows, f"{'all':<{width}}  {wall_s:7.1f} s", "", f"{passed} passed, {len(results) - passed} failed"]
     )
 
 
@@ -60,9 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--required", action="append", default=[], help="a stage without which the rest are not run"
     )
     args = parser.parse_args(argv)
+    started = time.monotonic()
     results = run_stages(args.make, args.stages, args.required)
     sys.stderr.flush()
-    print(f"\n=== times ===\n{report(results)}", flush=True)
+    print(f"\n=== times ===\n{report(results, time.monotonic() - started)}", flush=True)
     return int(any(r.returncode != 0 for r in results))
 
 

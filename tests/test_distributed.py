@@ -55,7 +55,7 @@ def worker(
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     import tiny
-    from test_trainer import feedback_by_prompt, lit, scripted
+    from test_trainer import feedback_by_prompt, lit, scripted, scripted_turns
 
     torch.manual_seed(0)
     model = tiny.model()
@@ -71,6 +71,8 @@ def worker(
         shard_on_cpu()
         options |= dict(fsdp=True, fsdp_config={"version": 2})
     rollouts = {} if settings.pop("samples", False) else {"rollout_func": scripted}
+    if settings.get("advantages") == "turn":
+        rollouts = {"rollout_func": scripted_turns}
     options |= settings.pop("options", {})
     settings = dict(model=model, alpha_sdpo=1.0, feedback_func=feedback_by_prompt, pairs_per_step=pairs) | settings
     trainer = lit(folder, options=options, **rollouts, **settings)
@@ -140,3 +142,26 @@ def test_sharded_processes_sample_rows_of_different_lengths(tmp_path):
     """Generation meets at every token, and both processes come to its end."""
     gradients, log = two(tmp_path / "two", shard=True, samples=True, grad_norm_steps=0, options={"max_steps": 2})
     assert all(g.isfinite().all() for g in gradients.values()) and log["replay/pairs"] == 2
+
+
+def test_a_group_over_two_processes_has_the_turn_advantages_of_one(tmp_path):
+    settings = dict(advantages="turn", alpha_sdpo=0.0, feedback_func=None, beta_replay=0.0, preference_dataset=None, grad_norm_steps=0)
+    settings |= dict(options=dict(num_generations=8))  # two micro-batches of two rows on each process: one group over both
+    alone, together = one(tmp_path / "one", **settings)[0], two(tmp_path / "two", **settings)[0]
+    size = torch.cat([g.flatten() for g in alone.values()]).norm()
+    assert size > 0
+    for name, mine in alone.items():
+        assert (mine - together[name]).norm() < 1e-4 * size, name
+
+
+def test_verified_retakes_of_groups_over_two_processes_are_those_of_one(tmp_path):
+    """What is sampled is all but greedy, so that the answers do not depend on who samples them."""
+    settings = dict(hint_mode="verified", teacher="live", retake_pass=0.25, retakes=2, samples=True, grad_norm_steps=0)
+    settings |= dict(beta_replay=0.0, preference_dataset=None, options=dict(num_generations=8, temperature=1e-3))
+    (alone, alone_log), (together, log) = one(tmp_path / "one", **settings), two(tmp_path / "two", **settings)
+    for name in ("sdpo/retakes", "sdpo/retakes_passed", "sdpo/tokens"):
+        assert log[name] == alone_log[name] > 0, name
+    size = torch.cat([g.flatten() for g in alone.values()]).norm()
+    assert size > 0
+    for name, mine in alone.items():
+        assert (mine - together[name]).norm() < 1e-4 * size, name

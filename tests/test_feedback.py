@@ -119,3 +119,15 @@ def test_plain_text_prompts_are_refused_when_the_trainer_is_built(tmp_path):
         ComposerReplicationTrainer(
             tiny.model(), reward, arguments(tmp_path), rows, processing_class=TOKENIZER, feedback_func=feedback
         )
+
+
+@pytest.mark.parametrize("answer", [["one", "two"], 3, {"hint": "x"}, [3]])
+def test_a_feedback_of_another_kind_is_named(answer):
+    with pytest.raises(ValueError, match="feedback_func said"):
+        ask(lambda **columns: [answer], ["a"], ["b"])
+
+
+def test_several_hints_of_one_completion_are_kept_in_order_without_gaps():
+    said = [Feedback("a", 0), None, Feedback("b", 2)]
+    assert ask(lambda **columns: [said], ["a"], ["b"]) == [(said[0], said[2])]
+    assert ask(lambda **columns: [[None], ], ["a"], ["b"]) == [None]

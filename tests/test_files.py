@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -319,15 +320,13 @@ def test_no_word_and_no_path_is_in_both_splits():
         split: {
             word
             for task in ones
-            for word in json.dumps(task.start.tree)
-            .replace(".", " ")
-            .replace('"', " ")
-            .replace("\\n", " ")
-            .split()
+            for text in (json.dumps(task.start.tree).replace("\\n", " "), *(r.text for r in task.requests))
+            for word in re.findall(r"\w+", text)
         }
         for split, ones in tasks.items()
     }
     named = set(STEMS) | set(CONTENT)
+    assert all(words[split] & named for split in words)
     assert not words["train"] & words["heldout"] & named
     paths = {split: {task.path for task in ones if len(task.path) > 1} for split, ones in tasks.items()}
     assert paths["train"] and paths["heldout"] and not paths["train"] & paths["heldout"]
@@ -368,14 +367,12 @@ def test_every_dial_changes_what_is_drawn():
         Difficulty(2, 1, 6, False, 0.0),
     ):
         assert make_tasks("train", 5, 0, changed) != make_tasks("train", 5, 0, plain)
-    said = {text for kind in KINDS.values() for text in kind.said[:1]}
-    assert (
-        len(
-            {r.text for t in make_tasks("train", 40, 0, plain) for r in t.requests if "{" not in r.text}
-            & said
-        )
-        > 0
-    )
+    first_form = {name: re.sub(r"\\{\w+\\}", ".+", re.escape(kind.said[0])) for name, kind in KINDS.items()}
+    first = [
+        [bool(re.fullmatch(first_form[r.kind], r.text)) for t in make_tasks("train", 40, 0, dial) for r in t.requests]
+        for dial in (plain, Difficulty(2, 1, 2, True, 0.0))
+    ]  # fmt: skip
+    assert all(first[0]) and 0.1 < sum(first[1]) / len(first[1]) < 0.7
     later = [
         r.follow_up for t in make_tasks("train", 40, 0, Difficulty(4, follow_up=1.0)) for r in t.requests
     ]
@@ -390,6 +387,7 @@ def test_every_dial_changes_what_is_drawn():
 @pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
 def test_the_family_keeps_the_contract(surface):
     assert contract_problems(Files(surface, DIALS), 60, seed=11) == []
+    assert contract_problems(Files(surface, DIALS, attempts=2), 20, seed=12) == []
 
 
 def test_a_mistake_makes_later_turns_fail_and_only_the_mistake_is_its_own():
@@ -403,6 +401,21 @@ def test_a_mistake_makes_later_turns_fail_and_only_the_mistake_is_its_own():
     outcome = run(family, task, ["mkdir somewhere_else", *answers[1:]])
     assert [turn.fault.kind for turn in outcome.turns[:2]] == ["wrong_effect", "execution_error"]
     assert not outcome.solved and 0 < outcome.reward < 0.5
+
+
+def test_a_request_about_an_output_that_was_not_shown_cannot_be_fulfilled():
+    family, dial = Files(), Difficulty(2, follow_up=1.0)
+    drawn = [t for split in ("train", "heldout") for t in make_tasks(split, 300, 2, dial)]
+    tasks = [t for t in drawn if t.requests[1].of_output]
+    assert {t.path[1] for t in tasks} == {"number_folder", "write_line"}
+    for task in tasks:
+        answers = family.reference(task)
+        outcome = run(family, task, ["nonsense", answers[1]])
+        assert outcome.faulty == (0, 1) and [turn.number for turn in outcome.turns] == [0, 1]
+        episode = family.episode(task)
+        episode.step("nonsense")
+        assert not episode.possible
+        assert run(family, task, answers).solved
 
 
 def test_undoing_everything_is_not_solving():

@@ -1245,3 +1245,14 @@ def test_the_writers_plant_every_secret_and_repeat_themselves(tmp_path, writer):
     assert texts[0] == texts[1] and one.planted == two.planted and set(one.planted) == set(secrets)
     assert all(secret in "".join(texts[0]) for secret in secrets)
     assert one.records == sum(len(t.splitlines()) for t in texts[0])
+
+
+def test_a_worked_example_is_context_and_no_turn(tmp_path):
+    messages = [{"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4", "example": True},
+                {"role": "user", "content": "3 and 3?"}, {"role": "assistant", "content": "6"}]  # fmt: skip
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    (state,) = ChatIngester().ingest(path)
+    assert state.student_action.text == "6" and [m["content"] for m in state.messages] == ["2 and 2?", "4", "3 and 3?"]
+    path.write_text(json.dumps({"messages": [m | {"example": "yes"} for m in messages]}) + "\n")
+    assert len(list(ChatIngester().ingest(path))) == 2  # only `true` marks one

@@ -299,6 +299,11 @@ def test_accumulated_gradients_are_held_from_the_first_pass_on():
 # What is refused
 
 
+def test_verified_retakes_have_no_estimate():
+    with pytest.raises(ValueError, match="no estimate for hint_mode='verified'.*look at the peak"):
+        listed(hint_mode="verified", teacher="live")
+
+
 @pytest.mark.parametrize(
     "lengths, says",
     [

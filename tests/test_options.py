@@ -10,9 +10,11 @@ import torch
 from test_loss import full_batch
 from test_trainer import PAIRS, TOKENIZER, arguments, build, feedback, lit
 
+from composer_nb.batch import Padding, verified_rows
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.config import HintOptions, PolicyTermOptions, PreferenceOptions
 from composer_nb.training.config import ComposerConfig, adopt, scheduled
+from composer_nb.training.feedback import Feedback
 
 # --- the loss ---------------------------------------------------------------------------------------
 
@@ -20,6 +22,7 @@ LIT = dict(alpha_sdpo=0.7, beta_replay=0.3)
 # Another value for each field, with what must stand beside it to give it a meaning.
 OTHER = {
     "alpha_sdpo": dict(alpha_sdpo=0.2),
+    "hint_mode": dict(hint_mode="verified"),
     "sdpo_jsd_beta": dict(sdpo_jsd_beta=0.1),
     "sdpo_temperature": dict(sdpo_temperature=2.0),
     "sdpo_token_clip": dict(sdpo_token_clip=1e-6),
@@ -68,6 +71,7 @@ def everything() -> SimpleNamespace:
     shape = batch["input_ids"].shape
     logps = -torch.rand(shape) * 2 - 9.5
     more = {"advantages": torch.tensor([1.0, -1.0, 0.5]), "old_logprobs": logps, "ref_logprobs": logps - torch.rand(shape)}
+    more |= verified_rows([[5, 6, 7]] * 3, [[8, 9], [], [10]], Padding("right", 0))
     return SimpleNamespace(model=model, teacher=tiny.model(seed=1), batch=batch | more)
 
 
@@ -117,6 +121,10 @@ def test_the_groups_share_no_field() -> None:
 # --- the trainer ------------------------------------------------------------------------------------
 
 OWN = [f.name for f in dataclasses.fields(ComposerConfig) if f.name not in {g.name for g in dataclasses.fields(type(arguments("x")))}]
+VERIFIED = dict(
+    hint_mode="verified", teacher="live", retake_pass=0.5,
+    feedback_func=lambda completions, **_: [Feedback("Reminder: say the colour.", kind="colour")] * len(completions),
+)  # fmt: skip
 # Options of the trainer that are not the loss's: before, after, and further settings of both.
 TRAINED = {
     "teacher": ({}, dict(teacher="frozen")),
@@ -133,6 +141,9 @@ TRAINED = {
     "beta_until": (dict(beta_schedule="cosine"), dict(beta_schedule="cosine", beta_until=0.5)),
     "taid_schedule": (dict(sdpo_wrapper="taid", taid_t=0.4), dict(sdpo_wrapper="taid", taid_schedule="linear")),
     "pairs_per_step": ({}, dict(pairs_per_step=4)),
+    "retakes": (VERIFIED, VERIFIED | dict(retakes=2)),
+    "retake_pass": (VERIFIED, VERIFIED | dict(retake_pass=0.8)),
+    "retake_rest": (VERIFIED, VERIFIED | dict(retake_rest=2)),
 }
 # What a run says rather than how it trains: these change the log, not the weights.
 REPORTED = {"lift_steps": "sdpo/lift", "grad_norm_steps": "sdpo/grad_norm"}
@@ -171,6 +182,7 @@ def test_every_field_of_the_trainer_changes_the_run(tmp_path, usual, name) -> No
 def test_the_trainer_hands_every_field_of_the_loss_on(tmp_path, name) -> None:
     given = OTHER[name]
     after = LIT | (given[1] if isinstance(given, tuple) else given)
+    after |= dict(teacher="live") if name == "hint_mode" else {}
     assert getattr(adopt(arguments(tmp_path), after).loss_config(), name) == after[name]
 
 

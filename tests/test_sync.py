@@ -183,6 +183,22 @@ def test_stages_go_on_after_a_failure_and_the_last_line_counts_them(tmp_path: Pa
     done = stages("bad", "last", "--required", "bad")
     assert done.stdout.splitlines()[-1] == "0 passed, 2 failed"
     assert "not run" in done.stdout
+    done = stages("good+bad", "last", "--required", "good")
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "2 passed, 1 failed"
+    done = stages("good+bad", "last", "--required", "bad")
+    assert done.stdout.splitlines()[-1] == "1 passed, 2 failed"
+
+
+def test_stages_at_once_meet_and_print_one_after_the_other(tmp_path: Path) -> None:
+    meet = "for i in $$(seq 200); do test -e {} && exit 0; sleep .05; done; exit 1"
+    (tmp_path / "Makefile").write_text(
+        f"a:\n\t@echo from a; touch a; {meet.format('b')}\nb:\n\t@echo from b; touch b; {meet.format('a')}\n"
+        ".PHONY: a b\n"
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "stages.py"), "a+b"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.index("from a") < done.stdout.index("=== b, beside a ===") < done.stdout.index("from b")
 
 
 def test_a_python_without_ensurepip_gets_a_remedy_and_nothing_is_made(tmp_path: Path) -> None:

@@ -416,6 +416,14 @@ def scripted(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[0.0] * len(i) for i in ids]}
 
 
+def scripted_turns(prompts, trainer):
+    """The same as two turns with a token between them that was not sampled, and what came from each turn on."""
+    rows = scripted(prompts, trainer)
+    rows["env_mask"] = [[int(i != 1) for i in range(len(ids))] for ids in rows["completion_ids"]]
+    rows["turn_returns"] = [[float(number % 2), 0.25] for number in range(len(prompts))]
+    return rows
+
+
 def feedback_by_prompt(prompts, completions, **columns):
     """A hint for some prompts only, so that processes score different numbers of tokens."""
     return [
@@ -723,6 +731,7 @@ SHARDED = [
     (SimpleNamespace(fsdp_version=2), {"lift_steps": 1}, "lift_steps=1"),
     (SimpleNamespace(fsdp_version=2), {"rlsd": 0.5}, "rlsd=0.5"),
     (SimpleNamespace(fsdp_version=2), {"teacher": "ema"}, "adapters or 16-bit"),
+    (SimpleNamespace(fsdp_version=2), {"hint_mode": "verified"}, "hint_mode='verified'.*set hint_mode='distil'"),
     (None, {}, "ZeRO-3.*beta_replay=0"),
 ]
 
@@ -734,7 +743,7 @@ def test_shards_that_channels_cannot_run_with_are_refused(fsdp, settings, said):
     accelerator = SimpleNamespace(
         distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp)
     )
-    args = SimpleNamespace(**{"grad_norm_steps": 0, "lift_steps": 0, "rlsd": 0.0, "teacher": "live"} | settings)
+    args = SimpleNamespace(**{"grad_norm_steps": 0, "lift_steps": 0, "rlsd": 0.0, "teacher": "live", "hint_mode": "distil"} | settings)
     with pytest.raises(ValueError, match=said):
         refuse_shards(accelerator, args, tiny.model().to(torch.bfloat16))
 

@@ -30,7 +30,8 @@ from ..preference import dpo_loss, reduce_pairs, sequence_logprobs, simpo_loss
 
 # %% auto #0
 __all__ = ['Channel', 'policy_channel', 'distillation_channel', 'row_weights', 'streamed_distillation', 'head_of', 'hint_channel',
-           'teacher_views', 'distillation_count', 'pair_logprobs', 'reference_logprobs', 'preference_channel']
+           'teacher_views', 'distillation_count', 'verified_channel', 'pair_logprobs', 'reference_logprobs',
+           'preference_channel']
 
 # %% ../../nbs/training/11_channels.ipynb #1d464668
 Channel = tuple[Float[Tensor, ""], int]
@@ -277,6 +278,29 @@ def distillation_count(batch: Int[Tensor, "N"], config: HintOptions) -> int:
     `seq-mean-token-mean`.
     """
     return len(batch) if config.sdpo_reduction == "token-mean" else len(torch.unique(batch))
+
+# %% ../../nbs/training/11_channels.ipynb #vf000002
+def verified_channel(
+    model: nn.Module, inputs: Mapping[str, Tensor], config: HintOptions, count: Tensor | float | None = None
+) -> Channel:
+    """Cross entropy (nats) of verified answers under their bare prompts: mean over tokens, or over sequences.
+
+    Reads `verified_input_ids`, `verified_attention_mask` and `verified_loss_mask`, each `B T`; rows without a
+    scored token cost nothing.
+    """
+    scored = inputs["verified_loss_mask"].bool().clone()
+    scored[:, :1] = False  # nothing predicts the first token
+    rows = scored.any(1)
+    if not rows.any():
+        return torch.zeros((), device=scored.device), 0
+    ids, mask = inputs["verified_input_ids"][rows], inputs["verified_attention_mask"][rows]
+    scored = scored[rows]
+    batch, token = scored.nonzero(as_tuple=True)
+    read = shared_forward_pass(model, ids, mask, scored.int().argmax(1))
+    logps = token_logprobs(read.logits(batch, token), ids[batch, token])
+    items = distillation_count(batch, config)
+    share = 1.0 if config.sdpo_reduction == "token-mean" else 1.0 / torch.bincount(batch)[batch]
+    return -(share * logps).sum() / (items if count is None else count), items
 
 # %% ../../nbs/training/11_channels.ipynb #c1e150fc
 def pair_logprobs(

@@ -15,13 +15,24 @@ from torch import Tensor, nn
 
 from ..forward.sharing import SharedForwardPass
 from ..forward.states import ForwardPass, forward_pass
-from .channels import Channel, hint_channel, policy_channel, preference_channel
+from composer_nb.loss.channels import (
+    Channel,
+    hint_channel,
+    policy_channel,
+    preference_channel,
+    verified_channel,
+)
 from .config import LossConfig
 
 # %% auto #0
-__all__ = ['LossComponents', 'compose_channels', 'compose_loss', 'channel_gradients', 'gradient_norm', 'channel_gradient_norms']
+__all__ = ['HINT_ROWS', 'LossComponents', 'compose_channels', 'compose_loss', 'channel_gradients', 'gradient_norm',
+           'channel_gradient_norms']
 
 # %% ../../nbs/training/12_loss.ipynb #19f75794
+# Which rows of a batch channel 2 reads.
+HINT_ROWS = {"distil": "ctx_teacher_input_ids", "verified": "verified_input_ids"}
+
+
 @dataclass
 class LossComponents:
     """The total and its parts (unweighted), what each divided by, and the channels left dark.
@@ -65,15 +76,13 @@ def compose_channels(
     nothing = torch.zeros_like(loss)
     parts = LossComponents(loss, loss, nothing, nothing, {"policy": scored, "sdpo": 0, "replay": 0})
     parts.weights["policy"] = 1.0
-    if config.alpha_sdpo > 0 and "ctx_teacher_input_ids" in inputs:
-        parts.sdpo_jsd, parts.scored["sdpo"] = hint_channel(
-            student,
-            model if teacher is None else teacher,
-            inputs,
-            config,
-            counts.get("sdpo"),
-            sampling_temperature,
-        )
+    if config.alpha_sdpo > 0 and HINT_ROWS[config.hint_mode] in inputs:
+        if config.hint_mode == "verified":
+            found = verified_channel(model, inputs, config, counts.get("sdpo"))
+        else:
+            reads = model if teacher is None else teacher
+            found = hint_channel(student, reads, inputs, config, counts.get("sdpo"), sampling_temperature)
+        parts.sdpo_jsd, parts.scored["sdpo"] = found
         parts.weights["sdpo"] = config.alpha_sdpo
         parts.total = parts.total + config.alpha_sdpo * parts.sdpo_jsd
     if config.beta_replay > 0 and "dpo_chosen_input_ids" in inputs:

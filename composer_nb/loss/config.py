@@ -18,8 +18,8 @@ from ..policy import PolicyKind
 from ..preference import PreferenceLoss
 
 # %% auto #0
-__all__ = ['TRL_KINDS', 'RETIRED', 'TRL_OPTIONS', 'PRESETS', 'option', 'require', 'require_choice', 'PolicyTermOptions',
-           'HintOptions', 'PreferenceOptions', 'LossConfig', 'refuse_unknown']
+__all__ = ['TRL_KINDS', 'HintMode', 'RETIRED', 'TRL_OPTIONS', 'PRESETS', 'option', 'require', 'require_choice',
+           'PolicyTermOptions', 'HintOptions', 'PreferenceOptions', 'LossConfig', 'refuse_unknown']
 
 # %% ../../nbs/training/10_options.ipynb #5b235c84
 def option(default: Any, help: str) -> Any:
@@ -84,11 +84,15 @@ TRL_KINDS = ("luspo", "sapo", "vespo")
 _WEIGHT = "a weight is finite and not negative; 0 switches it off"
 
 # %% ../../nbs/training/10_options.ipynb #5d70b24f
+HintMode = Literal["distil", "verified"]
+
+
 @dataclass(kw_only=True)
 class HintOptions:
     "Hint self-distillation. `distillation.divergence` has the formulas, `credit.sdar_gate` the gate."
 
     alpha_sdpo: float = option(0.0, "weight of hint self-distillation; 0 is off")
+    hint_mode: HintMode = option("distil", "compare hinted readings of failures, or learn verified re-takes")
     sdpo_jsd_beta: float = option(0.5, "0 is KL(T||S), 1 is KL(S||T), between: generalised JSD")
     sdpo_temperature: float = option(1.0, "divides both sides' logits")
     sdpo_token_clip: float | None = option(None, "ceiling of a token's divergence, nats")
@@ -123,6 +127,7 @@ def _check_hint_values(options: HintOptions) -> None:
         require(
             options, name, 0.0, math.inf, "must be positive and finite, or None", open_low=True, none=True
         )
+    require_choice(options, "hint_mode", get_args(HintMode))
     require_choice(options, "sdpo_wrapper", ("none", "taid", "entropy_opd", "eopd"))
     require_choice(options, "sdpo_top_k_source", get_args(TopK))
     require_choice(options, "sdpo_reduction", ("token-mean", "seq-mean-token-mean"))
@@ -164,12 +169,21 @@ def _check_unused(options: HintOptions) -> None:
         said = f"sdpo_wrapper={options.sdpo_wrapper!r} and taid_t={options.taid_t}"
         raise ValueError(f"{said} go together: set both or neither")
     defaults = {f.name: f.default for f in fields(HintOptions)}
+    if options.hint_mode == "verified":
+        _refuse_changed(options, defaults, set(defaults) - {"alpha_sdpo", "hint_mode", "sdpo_reduction"})
     for name, (needed, present) in _NEEDS.items():
         value = getattr(options, name)
         if value != defaults[name] and not present(options):
             raise ValueError(
                 f"{name}={value!r} has no effect without {needed}: set that, or leave {name} out"
             )
+
+
+def _refuse_changed(options: HintOptions, defaults: dict[str, Any], names: set[str]) -> None:
+    "A verified re-take is learned by cross entropy: what shapes a divergence says nothing there."
+    for name in sorted(names):
+        if (value := getattr(options, name)) != defaults[name]:
+            raise ValueError(f"{name}={value!r} has no effect with hint_mode='verified': leave it out")
 
 # %% ../../nbs/training/10_options.ipynb #d6794490
 @dataclass(kw_only=True)
@@ -276,4 +290,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eopd": dict(alpha_sdpo=1.0, sdpo_wrapper="eopd"),
     "composer2": dict(policy_kind="dr_grpo", kl_estimator="k1"),
     "seed": dict(alpha_sdpo=0.1, beta_replay=0.05),
+    "verified": dict(alpha_sdpo=1.0, hint_mode="verified"),
 }

@@ -30,7 +30,7 @@ from ..traces import TraceState
 T = TypeVar("T")
 
 # %% auto #0
-__all__ = ['T', 'Check', 'ReplayOptions', 'replay_trace', 'ledgered_reply', 'replay_trace_sync']
+__all__ = ['T', 'Check', 'ReplayOptions', 'replay_trace', 'ledgered_reply', 'replay_trace_sync', 'in_thread']
 
 # %% ../../nbs/replay/23_runner.ipynb #c007-99149e
 class _Admission:
@@ -453,10 +453,10 @@ def replay_trace_sync(
         finally:
             await asyncio.gather(*(teacher.aclose() for teacher in teachers))
 
-    return _in_thread(work())
+    return in_thread(work())
 
 # %% ../../nbs/replay/23_runner.ipynb #c024-b1ad4a
-def _in_thread(work: Coroutine[Any, Any, T]) -> T:
+def in_thread(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a loop of its own thread.
 
     An interrupt cancels it there, waits for its end, and is raised here.

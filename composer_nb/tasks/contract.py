@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..hints.leaks import leaked_values
 
 # %% auto #0
-__all__ = ['FaultKind', 'FAULTS', 'Call', 'Fault', 'Turn', 'Outcome', 'Episode', 'TaskFamily', 'play', 'garbled', 'run',
-           'leaks_of', 'contract_problems']
+__all__ = ['FaultKind', 'FAULTS', 'CLAIMS', 'Spoil', 'Call', 'Fault', 'Turn', 'Outcome', 'EpisodeLost', 'Episode', 'TaskFamily',
+           'play', 'garbled', 'run', 'leaks_of', 'contract_problems']
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000007
 FaultKind = Literal[
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 @dataclass(frozen=True)
 class Turn:
     """One answer of the model. `facts` is what a hint may be written from besides `fault`: strings by name,
-    all of which the model could have found out by asking.
+    none of which is the answer; `number` is the request's, from 0.
     """
 
     request: str
@@ -50,6 +50,7 @@ class Turn:
     reply: str
     fault: Fault | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
+    number: int = 0
 
     @property
     def right(self) -> bool:
@@ -67,7 +68,7 @@ class Outcome:
     turns: tuple[Turn, ...]
 
     def __post_init__(self) -> None:
-        if any(part < 0 for part in self.parts.values()) or self.reward > 1 + 1e-9:
+        if not (all(part >= 0 for part in self.parts.values()) and self.reward <= 1 + 1e-9):
             raise ValueError(
                 f"parts of a reward add up to at most 1 and none is negative: {dict(self.parts)}"
             )
@@ -85,6 +86,10 @@ class Outcome:
         return tuple(i for i, turn in enumerate(self.turns) if not turn.right)
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000013
+class EpisodeLost(RuntimeError):
+    "The world of an episode is gone, through no fault of the model: a server died, or forgot it."
+
+
 class Episode(Protocol):
     "One task being worked on. Episodes share no state."
 
@@ -95,7 +100,7 @@ class Episode(Protocol):
         "The conversation so far, ending in what the model is to answer."
 
     def step(self, text: str) -> Turn:
-        "Take the model's answer. Raises RuntimeError once the episode is done."
+        "Take the model's answer. Raises RuntimeError once the episode is done, EpisodeLost when it is gone."
 
     def outcome(self) -> Outcome:
         "How it stands, or ended."
@@ -132,9 +137,12 @@ def play(episode: Episode, answer: Callable[[list[dict[str, Any]]], str], limit:
     return episode.outcome()
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000020
+CLAIMS = ("Done! Everything is as you asked.", "")
+
+
 def garbled(answers: Sequence[str]) -> list[list[str]]:
     "Ways to get a solution wrong: claim it, say nothing, misname an answer, cut it, double it, leave it out."
-    wrong = [["Done! Everything is as you asked."] * len(answers), [""] * len(answers)]
+    wrong = [[claim] * len(answers) for claim in CLAIMS]
     for i, answer in enumerate(answers):
         others = [f"x{answer}", answer[: len(answer) // 2], f"{answer} {answer}", ""]
         wrong += [[*answers[:i], other, *answers[i + 1 :]] for other in others]
@@ -158,29 +166,38 @@ def leaks_of(hint: str, turn: Turn, answer: str, secrets: Sequence[Any], context
     return [value for value in held if not leaked_values(known, [value], ngram=None)]
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000023
-def contract_problems(family: TaskFamily, count: int = 20, seed: int = 0) -> list[str]:
-    "What a family does not keep of the contract, tried on `count` tasks of each split."
+Spoil = Callable[[Sequence[str]], list[list[str]]]  # a solution → ways to get it wrong
+
+
+def contract_problems(
+    family: TaskFamily, count: int = 20, seed: int = 0, spoil: Spoil = garbled
+) -> list[str]:
+    """What a family does not keep of the contract, tried on `count` tasks of each split. `spoil`: where free
+    text makes some of the usual mistakes right.
+    """
     found = []
     tasks = {split: list(family.tasks(split, count, seed)) for split in ("train", "heldout")}
     for split, ones in tasks.items():
         if list(map(repr, family.tasks(split, count, seed))) != list(map(repr, ones)):
             found.append(f"{split}: the same seed gave other tasks")
         for number, task in enumerate(ones):
-            found += [f"{split} {number}: {problem}" for problem in _task_problems(family, task)]
+            found += [f"{split} {number}: {problem}" for problem in _task_problems(family, task, spoil)]
     if shared := {*map(repr, tasks["train"])} & {*map(repr, tasks["heldout"])}:
         found.append(f"{len(shared)} tasks are both in train and in heldout, such as {min(shared):.100}")
     return found
 
 
-def _task_problems(family: TaskFamily, task: Any) -> list[str]:
+def _task_problems(family: TaskFamily, task: Any, spoil: Spoil) -> list[str]:
     answers = list(family.reference(task))
     found = []
     if not run(family, task, answers).solved:
         found.append("its own solution does not solve it")
-    for wrong in garbled(answers):
+    for wrong in [*([claim] * len(answers) for claim in CLAIMS), *spoil(answers)]:
         outcome = run(family, task, wrong)
         if outcome.solved:
             found.append(f"solved by {wrong!r:.200}")
+        elif outcome.reward and set(wrong) <= {*CLAIMS}:
+            found.append(f"earns {outcome.reward:.2f} by saying {wrong!r:.200}")
         found += _hint_problems(family, task, outcome, answers)
     return found
 
@@ -190,7 +207,9 @@ def _hint_problems(family: TaskFamily, task: Any, outcome: Outcome, answers: Seq
     context.
     """
     episode, found = family.episode(task), []
-    for turn, answer, secrets in zip(outcome.turns, answers, family.secrets(task)):
+    all_secrets = family.secrets(task)
+    for turn in outcome.turns:
+        answer, secrets = answers[turn.number], all_secrets[turn.number]
         context = "\n".join(str(message["content"]) for message in episode.messages())
         for kind, hint in family.hints(turn).items():
             if leaked := leaks_of(hint, turn, answer, secrets, context):

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .contract import Call, Fault, Outcome, Turn
+from .contract import Call, Fault, FaultKind, Outcome, Turn
 from composer_nb.tasks.tool_calls import (
     EXAMPLE,
+    Grade,
     ToolQuestion,
     grade,
     load_questions,
@@ -140,10 +141,7 @@ def _numbers_as_texts(rng: random.Random) -> Rule:
         given = arguments_of(call)
         if given is None or any(number(value) for value in given.values()):
             return None
-        read = {
-            k: _number(v[1:]) if isinstance(v, str) and v.startswith("#") else v for k, v in given.items()
-        }
-        return None if None in read.values() else with_arguments(call, read)
+        return with_arguments(call, {name: _unmarked(value) for name, value in given.items()})
 
     return Rule(
         "numbers_as_texts",
@@ -153,12 +151,13 @@ def _numbers_as_texts(rng: random.Random) -> Rule:
     )
 
 
-def _number(text: str) -> int | float | None:
+def _unmarked(value: Any) -> Any:
+    "The number in a text that begins with #; anything else as it is."
     try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        number = json.loads(value[1:]) if isinstance(value, str) and value.startswith("#") else value
+    except (ValueError, RecursionError):
+        return value
+    return number if isinstance(number, (int, float)) and not isinstance(number, bool) else value
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr0000b2
 @_kind
@@ -309,7 +308,7 @@ class HouseTurn:
     broken: tuple[Rule, ...]
     call: Call | None
 
-
+# %% ../../nbs/tasks/20_house_rules.ipynb #hr0000d1
 def answered(text: str, question: ToolQuestion, rules: Sequence[Rule], partial: bool = False) -> HouseTurn:
     "Grade an answer: first its rules, then the plain call."
     form = read_object(text)
@@ -325,9 +324,16 @@ def answered(text: str, question: ToolQuestion, rules: Sequence[Rule], partial: 
         return HouseTurn(
             reward, False, Fault("execution_error", f"refused: {broken[-1].says}"), tuple(broken), call
         )
-    kind = "wrong_effect" if graded.named else "bad_arguments"
-    fault = None if graded.exact else Fault(kind, graded.feedback)
+    fault = None if graded.exact else Fault(_fault_kind(call, graded), graded.feedback)
     return HouseTurn(graded.reward, graded.exact, fault, (), call)
+
+
+def _fault_kind(call: Call | None, graded: Grade) -> FaultKind:
+    if call is None:
+        return "no_call"
+    if graded.named:
+        return "wrong_effect" if graded.error_kind == "wrong_value" else "bad_arguments"
+    return "unknown_tool" if graded.error_kind == "unknown_function" else "wrong_effect"
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000027
 HintKind = Literal["refusal", "spelled", "example", "both"]

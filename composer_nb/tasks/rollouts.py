@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..batch import Rollout
 from ..forward.shared_body import sharing_prefixes
 from ..hints.place import encode, render, sampled_turns
-from .contract import Episode, Outcome
+from .contract import Episode, EpisodeLost, Outcome
 
 # %% auto #0
 __all__ = ['MARK', 'Sampler', 'between', 'Trajectory', 'plain', 'roll_out', 'Sampling', 'sampler']
@@ -33,11 +33,14 @@ def between(
     `closed`: the answer ended in the end-of-sequence token. Raises ValueError for a template that drops an
     answer.
     """
-    marked = [*messages[:-2], {**messages[-2], "content": MARK}, messages[-1]]
+    mark = MARK
+    while any(mark in str(message["content"]) for message in messages):  # nothing that was said is a mark
+        mark += MARK
+    marked = [*messages[:-2], {**messages[-2], "content": mark}, messages[-1]]
     text = render(tokenizer, marked, **template)
-    if text.count(MARK) != 1:
-        raise ValueError(f"the chat template writes an answer {text.count(MARK)} times, and once is needed")
-    text = text.split(MARK)[1]
+    if text.count(mark) != 1:
+        raise ValueError(f"the chat template writes an answer {text.count(mark)} times, and once is needed")
+    text = text.split(mark)[1]
     eos = tokenizer.eos_token or ""
     if closed and eos and text.startswith(eos):
         text = text[len(eos) :]
@@ -47,7 +50,7 @@ def between(
 @dataclass
 class Trajectory:
     """One episode as ids. `messages` are the opening and all that was said since; `stopped` says why it ended
-    before the episode did, if it did.
+    before the episode did, if it did; of a `lost` one nothing is scored.
     """
 
     prompt_ids: list[int]
@@ -56,6 +59,7 @@ class Trajectory:
     sampled: list[int] = field(default_factory=list)
     outcome: Outcome | None = None
     stopped: str = ""
+    lost: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -91,8 +95,10 @@ def roll_out(
     episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase, sample: Sampler, longest: int = 2048,
     progress: str | None = None, **template: Any,
 ) -> list[Trajectory]:  # fmt: skip
-    "Play episodes to their end, or to `longest` ids. Raises ValueError for an answer without a token."
-    rows = [_opened(episode, tokenizer, template) for episode in episodes]
+    """Play episodes to their end, or until a context would have more than `longest` ids. Raises ValueError
+    for an answer without a token.
+    """
+    rows = [_opened(episode, tokenizer, longest, template) for episode in episodes]
     with tqdm(desc=progress, disable=progress is None, unit="turn") as bar:
         while active := [i for i, row in enumerate(rows) if not episodes[i].done and not row.stopped]:
             for i, ids in zip(active, sample([rows[i].ids for i in active]), strict=True):
@@ -103,9 +109,16 @@ def roll_out(
     return rows
 
 
-def _opened(episode: Episode, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]) -> Trajectory:
+def _opened(
+    episode: Episode, tokenizer: PreTrainedTokenizerBase, longest: int, template: dict[str, Any]
+) -> Trajectory:
     messages = episode.messages()
-    return Trajectory(encode(tokenizer, render(tokenizer, messages, **template)), messages)
+    ids = encode(tokenizer, render(tokenizer, messages, **template))
+    return Trajectory(ids, messages, stopped=_too_long(len(ids), longest))
+
+
+def _too_long(length: int, longest: int) -> str:
+    return f"{length} tokens, and {longest} are read" if length > longest else ""
 
 # %% ../../nbs/tasks/13_rollouts.ipynb #ro000012
 def _take(
@@ -116,7 +129,13 @@ def _take(
     if not ids:
         raise ValueError("the sampler gave an answer without a token; the end of a turn is one")
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    episode.step(text)
+    try:
+        episode.step(text)
+    except EpisodeLost as error:
+        row.completion_ids += ids
+        row.sampled = [0] * len(row.completion_ids)
+        row.stopped, row.lost = str(error), True
+        return
     row.completion_ids += ids
     row.sampled += [1] * len(ids)
     row.messages.append({"role": "assistant", "content": text, "sampled": True})
@@ -125,8 +144,8 @@ def _take(
     row.messages.append(episode.messages()[-1])
     closed = ids[-1] == tokenizer.eos_token_id
     link = between(tokenizer, plain(row.messages), closed, **template)
-    if len(row.ids) + len(link) >= longest:
-        row.stopped = f"{len(row.ids) + len(link)} tokens, and {longest} are read"
+    row.stopped = _too_long(len(row.ids) + len(link), longest)
+    if row.stopped:
         return
     row.completion_ids += link
     row.sampled += [0] * len(link)
@@ -141,7 +160,7 @@ class Sampling:
     batch_size: int = 32
     seed: int | None = None
 
-
+# %% ../../nbs/tasks/13_rollouts.ipynb #ro0000d1
 def sampler(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, how: Sampling = Sampling()
 ) -> Sampler:
@@ -149,6 +168,9 @@ def sampler(
     options: dict[str, Any] = {"do_sample": False}
     if how.temperature > 0:
         options = {"do_sample": True, "temperature": how.temperature, "top_k": 0, "top_p": 1.0}
+
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
     @torch.no_grad()
     def sample(contexts: list[list[int]]) -> list[list[int]]:
@@ -163,12 +185,13 @@ def sampler(
                     **batch, max_new_tokens=how.max_new_tokens, pad_token_id=tokenizer.pad_token_id, **options
                 )
             answers += [
-                _ended(row, tokenizer.eos_token_id) for row in out[:, batch["input_ids"].shape[1] :].tolist()
+                _ended(row, ends) for row in out[:, batch["input_ids"].shape[1] :].tolist()
             ]
         return answers
 
     return sample
 
 
-def _ended(ids: list[int], eos: int) -> list[int]:
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
+def _ended(ids: list[int], ends: set[int]) -> list[int]:
+    "Up to the first id that ends a turn; what stands behind it is padding."
+    return ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))]

@@ -5,6 +5,7 @@
 # %% ../../nbs/tasks/03_surfaces.ipynb #sf000004
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,10 @@ class JsonCalls:
         call, problem = parse_call(text)
         if call is None or problem:
             return Fault("no_call", problem)
+        try:
+            json.dumps(call, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return Fault("no_call", "half of a character, which is no text")
         return checked(call["name"], call["arguments"], tools)
 
 
@@ -141,7 +146,7 @@ def assigned(form: Form, words: Sequence[tuple[str, str]], schema: Mapping[str, 
         kind, word = left.pop(0)
         if kind == "operator":
             if word != ">" or form.redirect is None:
-                raise ValueError(f"{word} is not understood here")
+                raise ValueError(f"{quoted_name(word)} is not understood here")
             name, word = form.redirect, _next(left, word)
         elif kind == "word" and word in form.switches:
             arguments |= [form.switches[word]]

@@ -113,7 +113,7 @@ def _turns(record: ChatRecord) -> Iterator[tuple[Prefix, Action, tuple[ToolFailu
     """
     context = Prefix()
     for i, (message, action) in enumerate(record.messages):
-        if action is not None and not record.logged:
+        if action is not None and not record.logged and message.get("example") is not True:
             later = [m for m, _ in record.messages[i + 1 :]]
             yield context, action, tuple(_chat_failures(action, later).values())
         context = context.plus(message)

@@ -27,7 +27,7 @@ from composer_nb.loss.config import (
 from ..self_teacher import TeacherKind
 
 # %% auto #0
-__all__ = ['Schedule', 'scheduled', 'TeacherOptions', 'PolicyChoices', 'ScheduleOptions', 'ComposerConfig',
+__all__ = ['Schedule', 'scheduled', 'TeacherOptions', 'RetakeOptions', 'PolicyChoices', 'ScheduleOptions', 'ComposerConfig',
            'refuse_what_the_policy_ignores', 'adopt', 'from_loss_config']
 
 # %% ../../nbs/training/30_configuration.ipynb #3f1ad3ca
@@ -68,14 +68,39 @@ class TeacherOptions:
             said = f"teacher_ema_rate={self.teacher_ema_rate} has no effect with teacher={self.teacher!r}"
             raise ValueError(f"{said}: use teacher='ema' or 'trust_region', or leave it out")
 
+# %% ../../nbs/training/30_configuration.ipynb #vf000005
+@dataclass(kw_only=True)
+class RetakeOptions:
+    "What `hint_mode='verified'` spends, and what it takes for a success."
+
+    retakes: int = option(1, "answers sampled with a hint for each group in which none passed")
+    retake_pass: float = option(1.0, "reward from which an answer has passed")
+    retake_rest: int = option(0, "steps that a kind of hint rests after none of its re-takes passed")
+
+    def check_retakes(self) -> None:
+        require(self, "retakes", 1, math.inf, "at least one for each group in which none passed")
+        require(self, "retake_pass", -math.inf, math.inf, "a reward")
+        require(self, "retake_rest", 0, math.inf, "a number of steps; 0 is no rest")
+        if self.hint_mode == "verified":
+            if self.teacher != "live":
+                said = f"teacher={self.teacher!r}: a re-take is the policy's own answer"
+                raise ValueError(f"{said}; with hint_mode='verified' set teacher='live'")
+            if self.rlsd > 0:
+                said = f"rlsd={self.rlsd} reads hinted failures, which hint_mode='verified' does not score"
+                raise ValueError(f"{said}: set rlsd=0")
+            return
+        for own in fields(RetakeOptions):
+            if (value := getattr(self, own.name)) != own.default:
+                raise ValueError(f"{own.name}={value!r} has no effect without hint_mode='verified'")
+
 # %% ../../nbs/training/30_configuration.ipynb #a4cbdde0
 @dataclass(kw_only=True)
 class PolicyChoices:
     "What channel 1 has beyond TRL's own loss."
 
     kl_estimator: KLEstimator = option("k3", "of the KL that `beta` weighs; k3 is TRL's own")
-    advantages: Literal["trl", "rloo"] = option(
-        "trl", "rloo: less the mean of the other answers of the group"
+    advantages: Literal["trl", "rloo", "turn"] = option(
+        "trl", "rloo: less the mean of the group's other answers; turn: of each turn by itself"
     )
     policy_loss: Literal["trl", "dppo"] = option(
         "trl", "dppo: masked by difference of probability, not clipped"
@@ -84,7 +109,7 @@ class PolicyChoices:
 
     def check_choices(self) -> None:
         require_choice(self, "kl_estimator", get_args(KLEstimator))
-        require_choice(self, "advantages", ("trl", "rloo"))
+        require_choice(self, "advantages", ("trl", "rloo", "turn"))
         require_choice(self, "policy_loss", ("trl", "dppo"))
 
 # %% ../../nbs/training/30_configuration.ipynb #a9d0573b
@@ -119,7 +144,7 @@ class ScheduleOptions:
 # %% ../../nbs/training/30_configuration.ipynb #2b5bf643
 @dataclass
 class ComposerConfig(
-    ScheduleOptions, PolicyChoices, TeacherOptions, PreferenceOptions, HintOptions, GRPOConfig
+    ScheduleOptions, PolicyChoices, RetakeOptions, TeacherOptions, PreferenceOptions, HintOptions, GRPOConfig
 ):
     """TRL's `GRPOConfig` and the fields above. Weights default to those of the preset `seed`.
 
@@ -136,6 +161,7 @@ class ComposerConfig(
     def check_channels(self) -> None:
         "Raises ValueError for the first field that is wrong, or without effect."
         self.check_teacher()
+        self.check_retakes()
         self.check_choices()
         self.check_schedules()
         self.loss_config()
@@ -181,9 +207,13 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
         raise ValueError(
             f"kl_estimator={args.kl_estimator!r} has no effect with beta=0: set beta, the KL's weight"
         )
-    if args.advantages == "rloo" and args.multi_objective_aggregation != "sum_then_normalize":
-        said = f"multi_objective_aggregation={args.multi_objective_aggregation!r} divides by deviations"
-        raise ValueError(f"{said}, and advantages='rloo' by none: set 'sum_then_normalize'")
+    if args.advantages != "trl" and args.multi_objective_aggregation != "sum_then_normalize":
+        said = f"multi_objective_aggregation={args.multi_objective_aggregation!r} divides each reward"
+        raise ValueError(f"{said}; advantages={args.advantages!r} adds them up: set 'sum_then_normalize'")
+    if args.advantages == "turn" and args.scale_rewards == "batch":
+        raise ValueError(
+            "scale_rewards='batch' has no meaning for advantages='turn': set 'group' or 'none'"
+        )
     if args.fp16 and args.grad_norm_steps:
         raise ValueError(
             "grad_norm_steps has no effect with fp16, whose unscaled gradients underflow: set it to 0"

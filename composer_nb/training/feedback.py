@@ -16,23 +16,43 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..batch import Alignment, ComposerBatch, Padding, Rollout, align, assert_aligned, teacher_rows
+from composer_nb.batch import (
+    Alignment,
+    ComposerBatch,
+    Padding,
+    Rollout,
+    Site,
+    align,
+    assert_aligned,
+    teacher_rows,
+)  # fmt: skip
 from ..hints.place import Placement
 
 # %% auto #0
-__all__ = ['FeedbackFunc', 'Feedback', 'columns_of', 'ask', 'messages_before', 'rollout_of', 'HintRows', 'Placer', 'hint_rows',
-           'joined']
+__all__ = ['Said', 'FeedbackFunc', 'Feedback', 'hints_in', 'columns_of', 'ask', 'messages_before', 'rollout_of', 'HintRows',
+           'teaches', 'Placer', 'hint_rows', 'joined']
 
 # %% ../../nbs/training/31_feedback.ipynb #06327273
 @dataclass(frozen=True)
 class Feedback:
-    "A hint for one sampled turn of a completion; `site` counts turns, -1 is the last."
+    """A hint for one sampled turn of a completion; `site` counts turns, -1 is the last. `compared=False` only
+    shows the hint there, an empty hint only compares the turn. `kind` names what sort of hint it is.
+    """
 
     hint: str
     site: int = -1
+    compared: bool = True
+    kind: str = ""
 
 
-FeedbackFunc = Callable[..., "Sequence[Feedback | str | None] | Any"]
+Said = Feedback | tuple[Feedback, ...] | None  # one hint, several for turns of one completion, or none
+FeedbackFunc = Callable[..., "Sequence[Said | str] | Any"]
+
+
+def hints_in(said: Said) -> tuple[Feedback, ...]:
+    "What is said of a completion, turn by turn; nothing where no hint has a word."
+    several = said if isinstance(said, tuple) else () if said is None else (said,)
+    return several if any(one.hint.strip() for one in several) else ()
 
 
 def columns_of(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -40,12 +60,12 @@ def columns_of(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     own = ("prompt", "completion", "completion_ids")
     return {key: [row[key] for row in inputs] for key in inputs[0] if key not in own}
 
-
+# %% ../../nbs/training/31_feedback.ipynb #fb0000c1
 def ask(
     function: FeedbackFunc, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
-) -> list[Feedback | None]:
-    """What `function` says of each completion; None where it has no hint. Raises ValueError for a wrong
-    number of answers.
+) -> list[Said]:
+    """What `function` says of each completion: a text, a `Feedback`, several of these for several turns, or
+    None. Raises ValueError for a wrong number of answers, and for any other answer.
     """
     answers = function(prompts=prompts, completions=completions, **columns)
     if inspect.isawaitable(answers):
@@ -53,8 +73,18 @@ def ask(
             answers = apart.submit(asyncio.run, _awaited(answers)).result()
     if len(answers) != len(prompts):
         raise ValueError(f"feedback_func returned {len(answers)} answers for {len(prompts)} completions")
-    said = [Feedback(answer) if isinstance(answer, str) else answer for answer in answers]
-    return [feedback if feedback and feedback.hint.strip() else None for feedback in said]
+    return [said if hints_in(said) else None for said in map(_said, answers)]
+
+
+def _said(answer: Any) -> Said:
+    if isinstance(answer, str):
+        return Feedback(answer)
+    if answer is None or isinstance(answer, Feedback):
+        return answer
+    several = tuple(one for one in answer if one is not None) if isinstance(answer, (list, tuple)) else None
+    if several is None or not all(isinstance(one, Feedback) for one in several):
+        raise ValueError(f"feedback_func said {answer!r:.200}; it says a text, a Feedback, several, or None")
+    return several
 
 
 async def _awaited(answers: Any) -> Any:
@@ -84,7 +114,13 @@ class HintRows:
     fields: ComposerBatch
     unplaced: dict[int, str]
 
+# %% ../../nbs/training/31_feedback.ipynb #fb0000c2
+def teaches(rollout: Rollout, sites: Sequence[Site]) -> bool:
+    "Whether a turn is compared that a hint stands above or before."
+    compared = [rollout.span_of(site.turn) for site in sites if site.compared]
+    return bool(compared) and any(s.hint and rollout.span_of(s.turn) <= max(compared) for s in sites)
 
+# %% ../../nbs/training/31_feedback.ipynb #fb0000c3
 @dataclass(frozen=True)
 class Placer:
     """How hints are put into contexts: tokenizer, place, keywords of the chat template, longest context the
@@ -102,9 +138,9 @@ class Placer:
         pad = self.tokenizer.pad_token_id
         return Padding("right", self.tokenizer.eos_token_id if pad is None else pad)
 
-    def place(self, rollout: Rollout, feedback: Feedback, context: Sequence[Any]) -> Alignment:
-        "Raises ValueError with the reason where the hint cannot be placed."
-        hinted = replace(rollout, hint=feedback.hint, site=feedback.site, site_context=context)
+    def place(self, rollout: Rollout, sites: Sequence[Site]) -> Alignment:
+        "Raises ValueError with the reason where a hint cannot be placed."
+        hinted = replace(rollout, sites=sites)
         found = align(self.tokenizer, hinted, placement=self.placement, **(self.template or {}))
         if self.longest and len(found.teacher_ids) > self.longest:
             raise ValueError(
@@ -112,12 +148,26 @@ class Placer:
             )
         return found
 
+    def place_all(self, rollout: Rollout, sites: Sequence[Site]) -> tuple[Alignment, str]:
+        "All sites in one row; where that fails, those that can be, one by one, and why not the rest."
+        try:
+            return self.place(rollout, sites), ""
+        except ValueError as error:
+            why, kept, found = str(error), list[Site](), Alignment([], [], [])
+        for site in sites if len(sites) > 1 else ():
+            try:
+                found = self.place(rollout, [*kept, site])
+                kept.append(site)
+            except ValueError as error:
+                why = str(error)
+        return (found if teaches(rollout, kept) else Alignment([], [], [])), why
+
 # %% ../../nbs/training/31_feedback.ipynb #3231ab83
 def hint_rows(
     output: Mapping[str, Tensor],
     prompts: Sequence[Any],
     completions: Sequence[Any],
-    feedback: Sequence[Feedback | None],
+    feedback: Sequence[Said],
     placer: Placer,
 ) -> HintRows:
     """Teacher rows for TRL's batch `output` (prompt and completion ids and masks, (B, P) and (B, C)).
@@ -131,12 +181,11 @@ def hint_rows(
         rollouts.append(rollout)
         moved.append(output["prompt_ids"].shape[1] - prompt_length)
         found = Alignment([], [], [])
-        if said is not None and any(rollout.sampled):
-            try:
-                context = messages_before(prompts[row], completions[row], said.site)
-                found = placer.place(rollout, said, context)
-            except ValueError as error:
-                unplaced[row] = str(error)
+        if hints_in(said) and any(rollout.sampled):
+            before = lambda one: messages_before(prompts[row], completions[row], one.site)  # noqa: B023, E731
+            sites = [Site(one.hint, one.site, before(one), one.compared) for one in hints_in(said)]
+            found, why = placer.place_all(rollout, sites)
+            unplaced |= {row: why} if why else {}
         aligned.append(found)
     fields = teacher_rows(rollouts, aligned, placer.padding, moved)
     fields = {name: value.to(output["prompt_ids"].device) for name, value in fields.items()}

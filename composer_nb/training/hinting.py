@@ -21,10 +21,10 @@ from ..forward.sharing import shared_forward_pass
 from ..forward.states import causal_lm, eval_mode
 from ..loss.channels import distillation_count
 from ..self_teacher import SelfTeacher
-from .feedback import Placer, ask, columns_of, hint_rows, joined
+from .feedback import Placer, ask, columns_of, hint_rows, hints_in, joined
 from .lift import teacher_lift
-from .policy_terms import PolicyTermTrainer
 from .shards import refuse_shards
+from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
 __all__ = ['refuse_hint_settings', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
@@ -45,11 +45,17 @@ def refuse_hint_settings(trainer: Any) -> None:
         callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in funcs
     )
     single = not (trainer.use_vllm or trainer.tools or trainer.rollout_func or trainer.environment_factories)
-    if args.lift_steps and not (plain and single):
+    verified = args.hint_mode == "verified"
+    asks = "hint_mode='verified'" if verified else "lift_steps"
+    cure = "hint_mode='distil'" if verified else "lift_steps=0"
+    if (args.lift_steps or verified) and not (plain and single):
         raise ValueError(
-            "lift_steps samples single turns with transformers and grades them with plain reward functions: "
-            "set lift_steps=0 with vLLM, tools, environments, a rollout function or reward models"
+            f"{asks} samples single turns with transformers and grades them with plain reward functions: "
+            f"set {cure} with vLLM, tools, environments, a rollout function or reward models"
         )
+    reader = trainer._text_tokenizer()
+    if (args.lift_steps or verified) and getattr(reader, "response_template", None) is not None:
+        raise ValueError(f"{asks} grades plain texts, and this tokenizer has a response_template: set {cure}")
     if args.lift_steps and args.teacher == "trust_region":
         said = "lift_steps samples from the teacher, and a trust region is a mixture of two models' logits"
         raise ValueError(f"{said}: set lift_steps=0")
@@ -95,8 +101,8 @@ def count_windows(batches: Sequence[dict[str, Any]], window: int, count: Any, ga
 
 
 def compared_rows(batch: Mapping[str, Any]) -> Tensor:
-    "The row of each compared token."
-    mask = batch.get("sdpo_loss_mask")
+    "The row of each token that channel 2 scores: compared ones, or those of verified re-takes."
+    mask = batch.get("verified_loss_mask", batch.get("sdpo_loss_mask"))
     return torch.empty(0, dtype=torch.long) if mask is None else mask.nonzero()[:, 0]
 
 # %% ../../nbs/training/39_hinting.ipynb #1a84883d
@@ -110,7 +116,7 @@ class UpdateTeacher(TrainerCallback):
         self.teacher.update()
 
 # %% ../../nbs/training/39_hinting.ipynb #cf6c64c5
-class FeedbackTrainer(PolicyTermTrainer):
+class FeedbackTrainer(TurnCreditTrainer):
     "GRPOTrainer that asks for feedback right after the rewards."
 
     teacher: SelfTeacher | None = None
@@ -126,7 +132,9 @@ class FeedbackTrainer(PolicyTermTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.teacher is not None and self.model.training:
             self._rewarded = (inputs, prompts, completions)
+            self._earned = total_rewards(rewards, self.reward_weights)  # of all processes
             more = dict(completion_ids=completion_ids_list, trainer_state=self.state, **columns_of(inputs))
+            more |= {} if self.environments is None else {"environments": self.environments}
             self._feedback = ask(self.feedback_func, prompts, completions, **more)
         return rewards
 
@@ -171,7 +179,7 @@ class LiftTrainer(FeedbackTrainer):
             self.report.tell("lift", f"{said}: a hint without lift cannot teach; lower alpha_sdpo")
 
     def _fresh_reward(self, rows: Sequence[int], answers: Sequence[list[int]]) -> Tensor:
-        return fresh_reward(self, rows, answers)
+        return fresh_reward(self, rows, answers).nan_to_num(nan=0.0)
 
 # %% ../../nbs/training/39_hinting.ipynb #305b2d2a
 class HintTrainer(LiftTrainer):
@@ -219,9 +227,8 @@ def what_texts_say(trainer: HintTrainer, output: dict[str, Tensor]) -> dict[str,
     "Hesitation in the completions, and how much of a hint they repeat."
     tokenizer, mask = trainer._text_tokenizer(), output["completion_mask"].bool()
     sampled = mask & output["tool_mask"].bool() if "tool_mask" in output else mask
-    ids = output["completion_ids"].masked_fill(
-        ~sampled, tokenizer.pad_token_id
-    )  # what tools said is not the policy's
+    pad = tokenizer.pad_token_id  # what tools said is not the policy's
+    ids = output["completion_ids"].masked_fill(~sampled, pad)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     found = {"policy__hesitation_rate": hesitation_rate(texts)}
     hinted = (
@@ -229,7 +236,7 @@ def what_texts_say(trainer: HintTrainer, output: dict[str, Tensor]) -> dict[str,
     )
     if hinted:
         prompts = tokenizer.batch_decode(output["prompt_ids"][hinted], skip_special_tokens=True)
-        hints = [trainer._feedback[row].hint for row in hinted]
+        hints = [" ".join(one.hint for one in hints_in(trainer._feedback[row])) for row in hinted]
         found["sdpo__hint_leak_rate"] = hint_leak_rate(
             hints, [texts[row] for row in hinted], contexts=prompts
         )
@@ -237,14 +244,16 @@ def what_texts_say(trainer: HintTrainer, output: dict[str, Tensor]) -> dict[str,
 
 
 def fresh_reward(trainer: HintTrainer, rows: Sequence[int], answers: Sequence[list[int]]) -> Tensor:
-    "Weighted reward of fresh answers; the reward functions see the rows' own columns, and no log."
+    """Weighted reward of fresh answers, NaN where no function gave one; the functions see the rows' own
+    columns, and no log.
+    """
     inputs, prompts, _ = trainer._rewarded
     texts = trainer._text_tokenizer().batch_decode(answers, skip_special_tokens=True)
     said = [[{"role": "assistant", "content": text}] for text in texts]
     columns = columns_of([inputs[row] for row in rows])
     silent = {"trainer_state": trainer.state, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-    total = torch.zeros(len(rows))
-    for weight, function in zip(trainer.reward_weights.tolist(), trainer.reward_funcs):
+    table = torch.full((len(rows), len(trainer.reward_funcs)), torch.nan)
+    for number, function in enumerate(trainer.reward_funcs):
         found = function(
             prompts=[prompts[row] for row in rows],
             completions=said,
@@ -252,8 +261,8 @@ def fresh_reward(trainer: HintTrainer, rows: Sequence[int], answers: Sequence[li
             **columns,
             **silent,
         )
-        total += weight * torch.tensor([0.0 if reward is None else float(reward) for reward in found])
-    return total
+        table[:, number] = torch.tensor([torch.nan if reward is None else float(reward) for reward in found])
+    return total_rewards(table, trainer.reward_weights.cpu())
 
 # %% ../../nbs/training/39_hinting.ipynb #11e94f38
 @torch.no_grad()
@@ -289,4 +298,5 @@ def credited_advantages(
         order, torch.tensor(True, device=at.device)
     )
     credited = rlsd_advantages(advantages, grid(hinted), old, mask, mix=mix)
-    return torch.where(mask, credited, advantages.unsqueeze(1).to(credited.dtype))
+    whole = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    return torch.where(mask, credited, whole.to(credited.dtype))

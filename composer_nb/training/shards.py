@@ -81,6 +81,11 @@ def refuse_shards(accelerator: Any, args: Any, model: nn.Module) -> None:
             "cpu_ram_efficient_loading leaves all processes but the first without weights when references "
             f"and copies are taken: set it to False in fsdp_config, {off}"
         )
+    if args.hint_mode == "verified":
+        raise ValueError(
+            "hint_mode='verified' samples and learns different numbers of answers on each process, for "
+            "which FSDP cannot wait: set hint_mode='distil'"
+        )
     for name in ("grad_norm_steps", "lift_steps", "rlsd"):
         if getattr(args, name):
             raise ValueError(f"{name}={getattr(args, name)} does not run under FSDP: set {name}=0")

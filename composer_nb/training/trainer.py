@@ -31,7 +31,6 @@ from .checkpoint import ChannelState, read_state, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
 from composer_nb.training.hinting import (
-    HintTrainer,
     UpdateTeacher,
     compared_rows,
     credited_advantages,
@@ -42,6 +41,7 @@ from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
+from .verified import VERIFIED_FIELDS, VerifiedTrainer
 
 # %% auto #0
 __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
@@ -97,10 +97,13 @@ def settings_of(
     if found.rlsd > 0 and feedback is None:
         said = f"rlsd={found.rlsd} needs feedback_func"
         raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
+    if found.advantages == "turn" and others.get("rollout_func") is None:
+        said = "advantages='turn' needs a rollout_func that says what turns earned"
+        raise ValueError(f"{said}: TurnRollouts(..., turn_reward=...), or leave it at 'trl'")
     return found
 
 # %% ../../nbs/training/40_trainer.ipynb #3d12b7b5
-class ChannelSetup(HintTrainer):
+class ChannelSetup(VerifiedTrainer):
     "GRPOTrainer with what the channels need: configuration, teacher, pairs, references, report."
 
     def __init__(
@@ -161,7 +164,7 @@ def pairs_of(trainer: ChannelSetup, dataset: Any, cache: ReferenceCache | None) 
         )
 
 # %% ../../nbs/training/40_trainer.ipynb #e6f8e69b
-HINT_FIELDS = frozenset({"sdpo_loss_mask", "student_response_idx", "teacher_response_idx"})
+HINT_FIELDS = frozenset({"sdpo_loss_mask", "student_response_idx", "teacher_response_idx", *VERIFIED_FIELDS})
 
 
 def channel_batch(trainer: ChannelSetup, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -199,7 +202,8 @@ class ReportedTrainer(ChannelSetup):
             self.report.keep(own)
         self.report.add(parts, parts.scored["replay"] / self.pairs_per_step, self._weights())
         accumulation, sums = self.current_gradient_accumulation_steps, self.report.sums
-        sums["policy__active"] += (inputs["advantages"] != 0).float().mean().item() / accumulation
+        moves = (inputs["advantages"] != 0).reshape(len(inputs["advantages"]), -1).any(1)
+        sums["policy__active"] += moves.float().mean().item() / accumulation
         sums["policy__tokens"] += inputs["completion_mask"].sum().item()
         if self.accelerator.sync_gradients:
             line = self.report.flush(self.accelerator.device)
@@ -219,13 +223,15 @@ class ReportedTrainer(ChannelSetup):
         return {name: weight for name, weight in found.items() if every or able[name]}
 
     def _look_for_dark(self, line: dict[str, float]) -> None:
-        step, why = self.state.global_step, why_dark(self.feedback_func, self.pairs)
+        step, why = self.state.global_step, why_dark(self.feedback_func, self.pairs, self.args.hint_mode)
         self.report.dark.look(step, self._weights(every=True), line, why)
 
 # %% ../../nbs/training/40_trainer.ipynb #f483f91e
-def why_dark(feedback_func: Any, pairs: Sequence[Any]) -> dict[str, str]:
+def why_dark(feedback_func: Any, pairs: Sequence[Any], hint_mode: str = "distil") -> dict[str, str]:
     "What to say of a channel that scored nothing."
     silent = "the feedback held no hint for any sampled turn"
+    if hint_mode == "verified":
+        silent = "no re-take passed, or every group had a success (see sdpo/dry_groups and sdpo/retakes)"
     missing = "no preference_dataset was given"
     return {
         "sdpo": "no feedback_func was given" if feedback_func is None else silent,

@@ -5,17 +5,20 @@
 # %% ../../nbs/training/45_turns.ipynb #tu000004
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from datasets import Dataset
 
-from ..tasks.contract import TaskFamily, Turn
+from ..tasks.contract import Episode, TaskFamily, Turn
 from ..tasks.rollouts import Trajectory, plain, roll_out
 from .feedback import Feedback
+from .turn_credit import turn_returns
 
 # %% auto #0
-__all__ = ['TASK', 'Hint', 'prompts_of', 'task_number', 'columns_of_rows', 'said_in', 'first_fault', 'TurnRollouts']
+__all__ = ['TASK', 'Hint', 'TurnReward', 'Where', 'prompts_of', 'task_number', 'columns_of_rows', 'played', 'said_in',
+           'hinted_faults', 'first_fault', 'placed', 'TurnRollouts']
 
 # %% ../../nbs/training/45_turns.ipynb #tu000006
 TASK = "task"  # key of the last message of a prompt: which task it opens
@@ -31,6 +34,7 @@ def prompts_of(family: TaskFamily, tasks: Sequence[Any]) -> Dataset:
 
 # %% ../../nbs/training/45_turns.ipynb #tu000008
 Hint = Callable[[Turn], str | None]
+TurnReward = Callable[[Turn], float]
 
 # %% ../../nbs/training/45_turns.ipynb #tu000009
 def task_number(prompt: Sequence[Mapping[str, Any]], count: int) -> int:
@@ -53,47 +57,92 @@ def columns_of_rows(rows: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
+def played(episodes: Sequence[Episode], trainer: Any, longest: int) -> list[Trajectory]:
+    "Episodes as a trainer plays them: its own sampler, template and settings."
+
+    def sample(contexts: list[list[int]]) -> list[list[int]]:
+        ids, _ = trainer._generate_single_turn(contexts, None, {}, 1)  # each has its own history
+        return [list(map(int, row)) for row in ids]
+
+    template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    return roll_out(episodes, tokenizer, sample, longest, **template)
+
+
 def said_in(row: Trajectory) -> list[dict[str, Any]]:
     "The messages of a completion: answers, and what came back between them."
-    first = next(i for i, message in enumerate(row.messages) if message.get("sampled"))
-    return plain(row.messages[first:])
+    first = next((i for i, m in enumerate(row.messages) if m.get("sampled")), len(row.messages))
+    return plain(row.messages[first:]) or [{"role": "assistant", "content": ""}]
+
+# %% ../../nbs/training/45_turns.ipynb #tu0000c1
+Where = Literal["first", "last", "each", "prompt_end", "random"]
+
+
+def hinted_faults(row: Trajectory, hint: Hint) -> tuple[Feedback, ...]:
+    "A hint for each faulty turn about which there is something to say."
+    faulty = () if row.lost else row.outcome.faulty
+    found = [(number, hint(row.outcome.turns[number])) for number in faulty if number < len(row.turns)]
+    return tuple(Feedback(text, site=number) for number, text in found if text)
 
 
 def first_fault(row: Trajectory, hint: Hint) -> Feedback | None:
     "A hint for the first faulty turn about which there is something to say."
-    for number in row.outcome.faulty:
-        if text := hint(row.outcome.turns[number]):
-            return Feedback(text, site=number)
-    return None
+    return next(iter(hinted_faults(row, hint)), None)
+
+
+def placed(row: Trajectory, hint: Hint, where: Where, rng: random.Random) -> tuple[Feedback, ...]:
+    """Hints where they are wanted: above the first faulty turn, the last, each; or, to compare with, that of
+    the first at the end of the prompt or above a random turn before it. Faulty turns are compared.
+    """
+    found = hinted_faults(row, hint)
+    if where == "each" or not found:
+        return found
+    one = found[-1] if where == "last" else found[0]
+    if where in ("first", "last"):
+        return (one,)
+    before = range(1 if where == "prompt_end" else one.site)  # above a later turn it would not be read
+    at = rng.choice(before) if before else one.site
+    if at == one.site:
+        return (one,)
+    return Feedback(one.hint, at, compared=False), Feedback("", one.site)
 
 # %% ../../nbs/training/45_turns.ipynb #tu0000b8
 class TurnRollouts:
     """TRL's `rollout_func` over a family's tasks, with the `reward` and the `feedback` that go with it.
 
-    `hint` writes the hint of a faulty turn, or None where it has nothing to say. A rollout that would outgrow
-    `longest` ids ends there.
+    `hint` writes the hint of a faulty turn, or None where it has nothing to say; `where` says above which
+    turn it goes. A rollout that would outgrow `longest` ids ends there. `seed` draws random places.
+    `turn_reward` says what a turn earned by itself, for `advantages="turn"`; `discount` is of later turns.
     """
 
-    def __init__(self, family: TaskFamily, tasks: Sequence[Any], hint: Hint, longest: int = 2048) -> None:
+    def __init__(
+        self, family: TaskFamily, tasks: Sequence[Any], hint: Hint, longest: int = 2048,
+        where: Where = "first", seed: int = 0, turn_reward: TurnReward | None = None, discount: float = 1.0,
+    ) -> None:  # fmt: skip
+        if where not in get_args(Where):
+            raise ValueError(f"where={where!r} is not one of {', '.join(get_args(Where))}")
         self.family, self.tasks, self.hint, self.longest = family, tasks, hint, longest
+        self.where, self.rng = where, random.Random(seed)
+        self.turn_reward, self.discount = turn_reward, discount
+        turn_returns([], discount)  # refuses what it cannot be
+        if turn_reward is None and discount != 1.0:
+            raise ValueError(f"discount={discount} has no effect without turn_reward")
 
     def __call__(self, prompts: Sequence[Sequence[Mapping[str, Any]]], trainer: Any) -> dict[str, Any]:
         numbers = [task_number(prompt, len(self.tasks)) for prompt in prompts]
-        episodes = [self.family.episode(self.tasks[number]) for number in numbers]
-        count = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        rows = played([self.family.episode(self.tasks[number]) for number in numbers], trainer, self.longest)
+        earned = {} if self.turn_reward is None else {"turn_returns": [self.returns(row) for row in rows]}
+        return columns_of_rows(rows) | earned
 
-        def sample(contexts: list[list[int]]) -> list[list[int]]:
-            ids, _ = trainer._generate_single_turn(contexts, None, {}, count)
-            return [list(map(int, row)) for row in ids]
+    def returns(self, row: Trajectory) -> list[float]:
+        "What came from each answer on; nothing of a lost episode."
+        turns = () if row.lost else row.outcome.turns[: len(row.turns)]
+        return turn_returns([self.turn_reward(turn) for turn in turns], self.discount)
 
-        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        rows = roll_out(episodes, tokenizer, sample, self.longest, **template)
-        return columns_of_rows(rows)
+    def reward(self, trajectory: Sequence[Trajectory], **columns: Any) -> list[float | None]:
+        "None where the episode was lost: TRL leaves such a row out of its group's baseline."
+        return [None if row.lost else row.outcome.reward for row in trajectory]
 
-    def reward(self, trajectory: Sequence[Trajectory], **columns: Any) -> list[float]:
-        return [row.outcome.reward for row in trajectory]
-
-    def feedback(self, trajectory: Sequence[Trajectory], **columns: Any) -> list[Feedback | None]:
-        "A hint for the first turn that went wrong."
-        return [first_fault(row, self.hint) for row in trajectory]
+    def feedback(self, trajectory: Sequence[Trajectory], **columns: Any) -> list[tuple[Feedback, ...]]:
+        "Hints for turns that went wrong; empty where all were right."
+        return [placed(row, self.hint, self.where, self.rng) for row in trajectory]

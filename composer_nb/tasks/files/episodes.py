@@ -16,8 +16,8 @@ from ..surfaces import Surface
 
 # %% auto #0
 __all__ = ['EXAMPLES', 'OTHER_NAMES', 'RULES', 'HintKind', 'UNDONE', 'LONGEST_OUTPUT', 'FORM', 'TURNS', 'END', 'Effect', 'effect',
-           'effect_of', 'judged', 'asked', 'opening', 'facts_of', 'hints_for', 'answered', 'solution_state',
-           'outcome_of', 'FileEpisode', 'Files']
+           'effect_of', 'judged', 'asked', 'opening', 'facts_of', 'hints_for', 'told', 'wanted_of', 'answered',
+           'solution_state', 'outcome_of', 'FileEpisode', 'Files']
 
 # %% ../../../nbs/tasks/12_episodes.ipynb #ep000006
 class Effect(NamedTuple):
@@ -138,17 +138,31 @@ UNDONE = ("no_call", "unknown_tool", "bad_arguments", "execution_error")
 LONGEST_OUTPUT = 400  # characters of an answer that the next request repeats
 
 
-def answered(world: FileSystem, surface: Surface, request: Request, text: str) -> Turn:
-    "The turn that a text makes of a request; the call is run in `world`."
+def told(fulfilled: Sequence[bool]) -> bool:
+    "Whether the turn before was right, so that what it showed is what the next request speaks of."
+    return not fulfilled or fulfilled[-1]
+
+
+def wanted_of(request: Request, state: State, shown: bool) -> Effect | None:
+    """What the request asks for, in this state. None where a mistake has made it impossible: its call gives
+    an error, or it speaks of an output that was not `shown`, as the turn before was wrong.
+    """
+    return effect(request.call, state) if shown or not request.of_output else None
+
+
+def answered(
+    world: FileSystem, surface: Surface, request: Request, text: str, shown: bool = True, number: int = 0
+) -> Turn:
+    "The turn that a text makes of request `number`; the call is run in `world`."
     before = world.state
     facts = facts_of(before, request.call, surface)
     call = surface.read(text, tools())
     if isinstance(call, Fault):
-        return Turn(request.text, text, None, call.text, call, facts)
-    wanted = effect(request.call, before)
+        return Turn(request.text, text, None, call.text, call, facts, number)
+    wanted = wanted_of(request, before, shown)
     answer = world.call(call)
     fault = judged(answer, before, world.state, wanted)
-    return Turn(request.text, text, call, answer.text[:LONGEST_OUTPUT], fault, facts)
+    return Turn(request.text, text, call, answer.text[:LONGEST_OUTPUT], fault, facts, number)
 
 # %% ../../../nbs/tasks/12_episodes.ipynb #ep000017
 FORM, TURNS, END = 0.1, 0.4, 0.5
@@ -178,16 +192,19 @@ class FileEpisode:
     def __init__(self, task: FileTask, surface: Surface = LINES, attempts: int = 1) -> None:
         if attempts < 1:
             raise ValueError(f"attempts={attempts}: a request is tried at least once")
-        self.task, self.surface, self.attempts = task, surface, attempts
-        self.world = FileSystem(task.start)
-        self.turns: list[Turn] = []
-        self.fulfilled: list[bool] = []
-        self._tries = 0
+        self.task, self.surface, self.attempts, self._tries = task, surface, attempts, 0
+        self.world, self.turns, self.fulfilled = FileSystem(task.start), list[Turn](), list[bool]()
         self._messages = [*opening(surface), asked(None, task.requests[0].text)]
 
     @property
     def done(self) -> bool:
         return len(self.fulfilled) == len(self.task.requests)
+
+    @property
+    def possible(self) -> bool:
+        "Whether the next request can still be fulfilled."
+        request, shown = self.task.requests[len(self.fulfilled)], told(self.fulfilled)
+        return wanted_of(request, self.world.state, shown) is not None
 
     def messages(self) -> list[dict[str, Any]]:
         return list(self._messages)
@@ -195,7 +212,8 @@ class FileEpisode:
     def step(self, text: str) -> Turn:
         if self.done:
             raise RuntimeError("the episode is done: all requests were answered")
-        turn = answered(self.world, self.surface, self.task.requests[len(self.fulfilled)], text)
+        request, shown = self.task.requests[number := len(self.fulfilled)], told(self.fulfilled)
+        turn = answered(self.world, self.surface, request, text, shown, number)
         self.turns.append(turn)
         self._tries += 1
         if turn.fault is None or turn.fault.kind not in UNDONE or self._tries == self.attempts:

@@ -1,0 +1,199 @@
+"""One arm of the ladder in a process of its own: `python arm.py SPEC.json RESULT.json`.
+
+Every arm begins with the same weights and, for a seed, with the same questions and the same first rollouts. Prints
+one line per optimizer step.
+"""
+
+import json
+import logging
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback, set_seed
+
+from composer_nb.models import load_model
+from composer_nb.tasks.house_rules import HouseRules, HouseTurn, answered, house_hints, rules_of
+from composer_nb.tasks.rollouts import Sampling, sampler
+from composer_nb.tasks.tool_calls import ToolQuestion, grade, hint_for, split_by_function
+from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer, Feedback
+from composer_nb.training.supervised_start import supervised_start
+
+# Channel 2 of each arm: what it is asked for, and which hint it gets.
+ARMS: dict[str, tuple[dict[str, Any], str]] = {
+    "grpo": (dict(alpha_sdpo=0.0), ""),
+    "verified": (dict(hint_mode="verified", teacher="live"), "rule"),
+    "again": (dict(hint_mode="verified", teacher="live"), "neutral"),
+    "distil": (dict(teacher="live", sdpo_jsd_beta=0.0), "rule"),
+}
+NEUTRAL = "Read the request once more and answer it."
+
+
+def text_of(completion: Sequence[dict[str, Any]]) -> str:
+    return completion[-1]["content"]
+
+
+def questions_of(spec: dict) -> tuple[list[ToolQuestion], list[ToolQuestion]]:
+    """Questions to train on and to judge by, of short prompts: `judge` is validation (a part of the training functions
+    that is set aside) or heldout.
+    """
+    family = HouseRules(())
+    short = lambda qs: [q for q in qs if len(str(q.functions)) <= spec["longest_schema"]]  # noqa: E731
+    mine, aside = split_by_function(short(family.tasks("train", spec["pool"], 0)))
+    other = aside if spec["judge"] == "validation" else short(family.tasks("heldout", spec["heldout_pool"], 0))
+    if len(other) < spec["questions"]:
+        raise ValueError(f"questions={spec['questions']}: {spec['judge']} has {len(other)}; draw a larger pool")
+    return mine, other[: spec["questions"]]
+
+
+class Plain(HouseRules):
+    """No rules, and only these questions to start from."""
+
+    def __init__(self, questions: Sequence[ToolQuestion]) -> None:
+        super().__init__(())
+        object.__setattr__(self, "mine", list(questions))
+
+    def tasks(self, split: str, count: int, seed: int = 0) -> list[ToolQuestion]:
+        drawn = random.Random(seed)
+        return [drawn.choice(self.mine) for _ in range(count)]
+
+
+class Reading:
+    """Answers graded under the rules, once each."""
+
+    def __init__(self, spec: dict, questions: Sequence[ToolQuestion]) -> None:
+        self.spec, self.questions = spec, questions
+        self.rules = rules_of(0, spec["rule_seed"], spec["rules"])
+
+    def turn(self, number: int, text: str) -> HouseTurn:
+        return answered(text, self.questions[number], self.rules, self.spec["partial"])
+
+    def reward(self, completions: Any, number: Any, **_: Any) -> list[float]:
+        turns = [self.turn(n, text_of(c)) for n, c in zip(number, completions, strict=True)]
+        return [float(turn.exact) if self.spec["reward"] == "exact" else turn.reward for turn in turns]
+
+    def hints(self, completions: Any, number: Any, **_: Any) -> list[Feedback | None]:
+        """A hint for each answer that broke a rule; without rules, for each that is wrong."""
+        found: list[Feedback | None] = []
+        for n, completion in zip(number, completions, strict=True):
+            text, question = text_of(completion), self.questions[n]
+            turn = self.turn(n, text)
+            said = house_hints(turn, question, self.rules).get(self.spec["wording"])
+            if not self.rules and not turn.exact:
+                said = hint_for(question, grade(text, question))
+            neutral = ARMS[self.spec["arm"]][1] == "neutral"
+            kind = turn.broken[-1].kind if turn.broken else "call"
+            found.append(Feedback(NEUTRAL if neutral else said, kind=kind) if said else None)
+        return found
+
+
+def arguments(spec: dict, folder: str) -> ComposerConfig:
+    options = ARMS[spec["arm"]][0]
+    return ComposerConfig(
+        folder, max_steps=spec["budget"] // (spec["prompts"] * spec["samples"]), per_device_train_batch_size=spec["prompts"] * spec["samples"],
+        num_generations=spec["samples"], temperature=spec["temperature"], max_completion_length=spec["max_new_tokens"],
+        learning_rate=spec["learning_rate"], lr_scheduler_type="constant", loss_type="dr_grpo", scale_rewards="none",
+        logging_steps=1, bf16=False, use_cpu=spec["device"] == "cpu", gradient_checkpointing=False, report_to="none",
+        save_strategy="no", disable_tqdm=True, seed=spec["seed"], data_seed=spec["seed"], beta_replay=0.0,
+        **{"alpha_sdpo": spec["alpha"]} | options,
+    )  # fmt: skip
+
+
+def score(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> dict[str, list[float]]:
+    """Greedy answers to the questions that judge: graded under the rules, exact, rules kept; one number each."""
+    policy.eval()
+    reading = Reading(spec, questions)
+    ids = [
+        tokenizer.apply_chat_template(HouseRules(()).episode(q).messages(), add_generation_prompt=True, return_dict=False)
+        for q in questions
+    ]
+    said = sampler(policy, tokenizer, Sampling(spec["max_new_tokens"], 0.0, 32))(ids)
+    turns = [reading.turn(n, tokenizer.decode(one, skip_special_tokens=True)) for n, one in enumerate(said)]
+    return {
+        "graded": [turn.reward for turn in turns],
+        "exact": [float(turn.exact) for turn in turns],
+        "kept": [float(not turn.broken) for turn in turns],
+    }
+
+
+class Curve(TrainerCallback):
+    """A line per optimizer step. The score at the last step that keeps within each `look` sampled answers, re-takes
+    counted; at the last step that keeps within `budget` the arm ends.
+    """
+
+    def __init__(self, spec: dict, say: Callable[[str], None], look: Callable[[], dict]) -> None:
+        self.spec, self.say, self.look = spec, say, look
+        self.points: list[dict] = []
+        self.sampled, self.trained, self.since = 0, 0.0, time.perf_counter()
+        self.next = spec["look"]
+        again = 1 if ARMS[spec["arm"]][0].get("hint_mode") == "verified" else 0
+        self.dearest = spec["prompts"] * (spec["samples"] + again)  # answers that one more step may sample
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.since = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any) -> None:
+        if not logs or "reward" not in logs:
+            return
+        self.trained += time.perf_counter() - self.since
+        self.sampled += int(self.spec["prompts"] * self.spec["samples"] + float(logs.get("sdpo/retakes", 0)))
+        name = f"{self.spec['arm']}, seed {self.spec['seed']}: {self.sampled}/{self.spec['budget']} answers"
+        passed = f"  passed {logs['sdpo/retakes_passed']}/{logs['sdpo/retakes']}" if "sdpo/retakes" in logs else ""
+        self.say(f"{name}  reward {float(logs['reward']):.3f}{passed}")
+        if self.sampled + self.dearest > self.next:
+            found = self.look()
+            self.points.append({"step": state.global_step, "sampled": self.sampled, "seconds": self.trained} | found)
+            exact, kept = (sum(found[key]) / len(found[key]) for key in ("exact", "kept"))
+            self.say(f"{name}  exact {exact:.3f}  rules kept {kept:.3f}")
+            control.should_training_stop = self.next >= self.spec["budget"]
+            self.next += self.spec["look"]
+
+
+def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
+    """Log, curve and ids of the first rollouts of one arm; of the arm `start` the weights that all begin with, their
+    loss per step and their score.
+    """
+    set_seed(spec["seed"])
+    mine, judges = questions_of(spec)
+    if spec["arm"] == "start":
+        policy, tokenizer = load_model(spec["model"], device=spec["device"])
+        losses = supervised_start(policy, tokenizer, Plain(mine), spec["start"], progress=False)
+        policy.save_pretrained(spec["weights"])
+        tokenizer.save_pretrained(spec["weights"])
+        return {"losses": losses, "questions": [len(mine), len(judges)]} | score(policy, tokenizer, judges, spec)
+    policy, tokenizer = load_model(spec["weights"], device=spec["device"])
+    reading = Reading(spec, mine)
+    rows = [{"prompt": HouseRules(()).episode(q).messages(), "number": n} for n, q in enumerate(mine)]
+    feedback = {} if ARMS[spec["arm"]][1] == "" else {"feedback_func": reading.hints}
+    first: list = []
+
+    def reward(completions: Any, number: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        first.extend([] if first else [list(map(int, ids)) for ids in completion_ids])
+        return reading.reward(completions, number)
+
+    trainer = ComposerReplicationTrainer(
+        policy, reward, arguments(spec, folder), Dataset.from_list(rows), processing_class=tokenizer, **feedback
+    )
+    trainer.remove_callback(PrinterCallback)
+    curve = Curve(spec, say, lambda: score(trainer.model, tokenizer, judges, spec))
+    trainer.add_callback(curve)
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "step_time" in row]
+    return {"points": curve.points, "log": log, "first": first}
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    torch.set_num_threads(1)
+    asked, answer = map(Path, sys.argv[1:3])
+    found = train(json.loads(asked.read_text()), str(answer.with_suffix("")), lambda line: print(line, flush=True))
+    answer.write_text(json.dumps(found))

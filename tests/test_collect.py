@@ -1,0 +1,121 @@
+"""Episodes answered by teachers: resumed, not asked twice, read back as states, and honest about what ended early."""
+
+import json
+
+import pytest
+
+from composer_nb.replay.protocol import TeacherReply, TeacherStop, teacher_messages
+from composer_nb.replay.protocol import TeacherRequest as Request
+from composer_nb.tasks.arithmetic import Arithmetic
+from composer_nb.tasks.collect import collect, name_of, read_played
+from composer_nb.tasks.contract import EpisodeLost
+from composer_nb.tasks.files.episodes import Files
+from composer_nb.tasks.files.generator import Difficulty
+from composer_nb.tasks.tool_calls_multi_turn import MultiTurn
+from composer_nb.traces import Action, ChatIngester
+
+FILES = Files(dials=(Difficulty(2), Difficulty(3)))
+
+
+class Scripted:
+    """A teacher that knows the solutions; it counts what it is asked, and may refuse or stop."""
+
+    name = model = "vendor/scripted"
+
+    def __init__(self, family, tasks, refuse=lambda text: "", stop_after=None):
+        self.asked, self.refuse, self.stop_after, self.closed = [], refuse, stop_after, 0
+        self.solutions = {}
+        for task in tasks:
+            episode, answers = family.episode(task), iter(family.reference(task))
+            while not episode.done:
+                context = json.dumps(episode.messages())
+                self.solutions[context] = answer = next(answers)
+                episode.step(answer)
+
+    def request(self, state):
+        return Request(self.name, self.model, teacher_messages(state.messages))
+
+    def worst_case_usd(self, request):
+        return 0.0
+
+    async def reply(self, request):
+        self.asked.append(request)
+        if self.stop_after is not None and len(self.asked) > self.stop_after:
+            raise TeacherStop(self.name, 401, "no key")
+        context = json.dumps(list(request.messages))
+        if why := self.refuse(context):
+            return TeacherReply(request.key, self.name, None, "skipped", why)
+        return TeacherReply(request.key, self.name, Action(self.solutions.get(context, "hello")))
+
+    async def aclose(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("family", [FILES, Arithmetic(), MultiTurn("base"), MultiTurn("miss_func")], ids=lambda f: f"{f.name}-{getattr(f, 'category', '')}")
+def test_solutions_solve_and_come_back_as_states(tmp_path, family):
+    tasks = family.tasks("heldout", 6)
+    teacher = Scripted(family, tasks)
+    played = collect(teacher, family, tasks, tmp_path / "a" / "played.jsonl", progress=False)
+    assert all(one.solved and one.reward == pytest.approx(1) and not one.skipped for one in played) and teacher.closed == 1
+    assert [one.key for one in played] == [name_of(family, task, teacher.model) for task in tasks]
+    states = list(ChatIngester().ingest(tmp_path / "a" / "played.jsonl"))
+    context = lambda state: json.dumps(list(teacher_messages(state.messages)))
+    asked = {json.dumps(list(request.messages)) for request in teacher.asked}
+    assert len(states) == len(teacher.asked) and {context(s) for s in states} == asked
+    assert all(s.student_action.text == teacher.solutions[context(s)] for s in states)
+    assert {s.model for s in states} == {"vendor/scripted"}
+
+
+def test_a_second_run_asks_for_what_is_missing_alone(tmp_path):
+    tasks, path = FILES.tasks("heldout", 6), tmp_path / "played.jsonl"
+    first = collect(Scripted(FILES, tasks), FILES, tasks[:4], path, progress=False)
+    with path.open("a") as file:
+        file.write('{"key": "cut sho')  # a kill in the middle of a line
+    teacher = Scripted(FILES, tasks)
+    second = collect(teacher, FILES, tasks, path, progress=False)
+    assert second[:4] == first and len(read_played(path)) == 6
+    assert len(teacher.asked) == sum(len(FILES.reference(task)) for task in tasks[4:])
+    other = Scripted(FILES, tasks)
+    other.model = "vendor/another"
+    assert collect(other, FILES, tasks[:1], path, progress=False)[0].model == "vendor/another" and other.asked
+
+
+def test_a_teacher_that_stops_leaves_what_was_finished(tmp_path):
+    tasks, path = FILES.tasks("heldout", 6), tmp_path / "played.jsonl"
+    teacher = Scripted(FILES, tasks, stop_after=7)
+    with pytest.raises(TeacherStop, match="no key"):
+        collect(teacher, FILES, tasks, path, at_once=1, progress=False)
+    done = read_played(path)
+    assert 0 < len(done) < 6 and all(one.solved for one in done.values()) and teacher.closed == 1
+    assert all(one.solved for one in collect(Scripted(FILES, tasks), FILES, tasks, path, progress=False))
+
+
+def test_what_ended_early_says_why_and_counts_as_not_done(tmp_path):
+    tasks = FILES.tasks("heldout", 4)
+    refused = collect(Scripted(FILES, tasks, refuse=lambda context: "too long"), FILES, tasks, tmp_path / "a", progress=False)
+    assert all(one.skipped == "too long" and not one.solved and not one.faults for one in refused)
+    limited = collect(Scripted(FILES, tasks), FILES, tasks, tmp_path / "b", limit=1, progress=False)
+    assert all(one.skipped == "not done after 1 answers" and len(one.faults) == 1 for one in limited)
+
+
+def test_a_lost_episode_is_said(tmp_path, monkeypatch):
+    tasks = FILES.tasks("heldout", 1)
+    teacher = Scripted(FILES, tasks)
+
+    def gone(self, text):
+        raise EpisodeLost("the server died")
+
+    monkeypatch.setattr(type(FILES.episode(tasks[0])), "step", gone)
+    assert collect(teacher, FILES, tasks, tmp_path / "a", progress=False)[0].skipped == "the server died"
+
+
+def test_bad_input_is_named(tmp_path):
+    tasks, path = FILES.tasks("heldout", 2), tmp_path / "played.jsonl"
+    for options in (dict(at_once=0), dict(limit=0)):
+        with pytest.raises(ValueError, match="at least one"):
+            collect(Scripted(FILES, tasks), FILES, tasks, path, **options)
+    with pytest.raises(ValueError, match="twice"):
+        collect(Scripted(FILES, tasks), FILES, [tasks[0]] * 2, path)
+    path.write_text('{"key": 1}\n')
+    with pytest.raises(ValueError, match="played.jsonl:1 is no episode"):
+        collect(Scripted(FILES, tasks), FILES, tasks, path)

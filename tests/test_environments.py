@@ -1,0 +1,135 @@
+"""TRL's face of a task family: schemas, episodes and the answer a turn belongs to."""
+
+import json
+
+import pytest
+from transformers.utils import get_json_schema
+
+from composer_nb.tasks.contract import run
+from composer_nb.tasks.files.engine import tools
+from composer_nb.tasks.files.episodes import Files
+from composer_nb.tasks.files.generator import Difficulty
+from composer_nb.tasks.surfaces import JsonCalls
+from composer_nb.training.environments import (
+    PYTHON_TYPES,
+    FamilyEnvironment,
+    answers_of_turns,
+    environment_feedback,
+    environment_of,
+    environment_prompts,
+    signature_of,
+)
+
+FAMILY = Files(JsonCalls(), dials=tuple(Difficulty(turns) for turns in (1, 2, 3, 4)))
+TASKS = FAMILY.tasks("train", 40)
+Tools = environment_of(FAMILY, TASKS, tools())
+
+
+@pytest.mark.parametrize("name", tools())
+def test_the_schema_that_trl_reads_is_the_tools_own(name):
+    tool = tools()[name]
+    function = get_json_schema(getattr(Tools(), name))["function"]
+    assert function["name"] == name and function["description"] == tool.description
+    read = function["parameters"]
+    assert set(read["properties"]) == set(tool.parameters["properties"])
+    assert set(read.get("required", ())) == set(tool.required)
+    for key, schema in tool.parameters["properties"].items():
+        assert read["properties"][key]["type"] == schema["type"]
+
+
+def test_every_schema_type_has_a_python_type():
+    used = {s["type"] for tool in tools().values() for s in tool.parameters["properties"].values()}
+    assert used <= set(PYTHON_TYPES) and list(signature_of(tools()["pwd"]).parameters) == ["self"]
+
+
+def play(number, calls):
+    world = Tools()
+    world.reset(task=number)
+    return world, [getattr(world, call.name)(**call.arguments) for call in calls]
+
+
+def test_solutions_earn_one_and_the_same_calls_earn_the_same_as_through_the_plain_face():
+    for number, task in enumerate(TASKS):
+        calls = [request.call for request in task.requests]
+        world, said = play(number, calls)
+        assert world.get_reward() == 1 and all(isinstance(text, str) and text for text in said)
+        for request, text in zip(task.requests[1:], said):
+            assert request.text in text
+        spoiled = [*calls[:-1], calls[0]]
+        texts = [JsonCalls().write(call) for call in spoiled]
+        assert play(number, spoiled)[0].get_reward() == run(FAMILY, task, texts).reward
+
+
+def test_arguments_that_do_not_fit_are_a_fault_and_no_exception():
+    world = Tools()
+    world.reset(task=0)
+    for wrong in ({}, {"x": 1}, {"dir_name": 3}, {"dir_name": None}):
+        world.reset(task=0)
+        world.mkdir(**wrong)
+        assert world._episode.turns[-1].fault.kind == "bad_arguments"
+
+
+def test_calls_after_the_last_request_change_nothing():
+    calls = [request.call for request in TASKS[0].requests]
+    world, _ = play(0, calls)
+    assert "All requests" in world.mkdir(dir_name="more") and world.get_reward() == 1
+
+
+def test_a_reset_starts_anew_and_two_environments_share_nothing():
+    one, other = Tools(), Tools()
+    one.reset(task=0)
+    other.reset(task=0)
+    for request in TASKS[0].requests:
+        getattr(one, request.call.name)(**request.call.arguments)
+    assert one.get_reward() == 1 and other.get_reward() == 0
+    one.reset(task=0)
+    assert one.get_reward() == 0
+
+
+@pytest.mark.parametrize("columns", [{}, {"task": -1}, {"task": len(TASKS)}, {"task": None}])
+def test_a_row_without_a_task_is_refused(columns):
+    with pytest.raises(ValueError, match="environment_prompts"):
+        Tools().reset(**columns)
+
+
+def test_prompts_name_their_task_and_only_tools_are_public():
+    assert [row["task"] for row in environment_prompts(3)] == [0, 1, 2]
+    public = {name for name in dir(Tools) if not name.startswith("_")} - {"reset", "get_reward"}
+    assert public == set(tools()) and issubclass(Tools, FamilyEnvironment)
+
+
+def answer(*calls):
+    return {
+        "role": "assistant", "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls],
+    }  # fmt: skip
+
+
+TOOL = {"role": "tool", "content": "x"}
+
+
+def test_a_turn_is_found_among_several_calls_and_calls_of_no_tool():
+    world = Tools()
+    world.reset(task=next(i for i, t in enumerate(TASKS) if len(t.requests) == 3))
+    world.pwd()
+    world.ls(a=True)
+    world.ls()
+    completion = [
+        answer(("nonsense", {})), TOOL, answer(("pwd", {}), ("ls", {"a": True})), TOOL, TOOL, answer(("ls", {"a": None})), TOOL,
+        {"role": "assistant", "content": "Done."},
+    ]  # fmt: skip
+    turns = world._episode.turns
+    assert answers_of_turns(completion, turns) == [1, 1, 2]
+    assert answers_of_turns(completion[:2], turns) == [None, None, None]
+    asked = environment_feedback(lambda turn: "hint" if json.loads(turn.said)["name"] == "ls" else None)
+    said = asked([completion], [world])[0]
+    assert (said.hint, said.site) == ("hint", 1)
+    assert environment_feedback(lambda turn: None)([completion], [world]) == [None]
+
+
+def test_a_family_that_reads_lines_and_tools_that_hide_methods_are_refused():
+    with pytest.raises(ValueError, match="reads lines"):
+        environment_of(Files(), TASKS, tools())
+    for name in ("reset", "get_reward", "_call"):
+        with pytest.raises(ValueError, match=name):
+            environment_of(FAMILY, TASKS, {name: tools()["ls"]})

@@ -1,0 +1,254 @@
+"""Verified re-takes: what is taken again, what of it is learned, and that the loss is the bare prompt's cross entropy."""
+
+import logging
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_loss import full_batch
+from test_trainer import TOKENIZER, build, log
+
+from composer_nb.batch import Padding, verified_rows
+from composer_nb.hints import encode, render
+from composer_nb.loss import LossConfig, compose_loss
+from composer_nb.loss.channels import verified_channel
+from composer_nb.trainer import Feedback
+from composer_nb.training.config import adopt
+from composer_nb.training.verified import Rest, dry_rows, ended, first_of_each
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+VERIFIED = dict(alpha_sdpo=0.7, hint_mode="verified")
+PROMPTS = [[5, 6, 7, 8], [9, 10], [], [11, 12, 13]]
+ANSWERS = [[20, 21, 22], [], [], [23]]
+PAD = Padding("right", 0)
+
+
+def by_hand(model, prompts, answers, mean="token-mean"):
+    """The cross entropy of each answer, one row at a time, without padding or sharing."""
+    sums, lengths = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer:
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+            sums.append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+            lengths.append(len(answer))
+    if mean == "token-mean":
+        return sum(sums) / sum(lengths)
+    return sum(one / length for one, length in zip(sums, lengths, strict=True)) / len(sums)
+
+
+@pytest.mark.parametrize("mean, count", [("token-mean", 4), ("seq-mean-token-mean", 2)])
+def test_the_loss_and_its_gradient_are_the_bare_prompts_cross_entropy(mean, count):
+    model = tiny.model().double()
+    config = LossConfig(**VERIFIED, sdpo_reduction=mean)
+    found, scored = verified_channel(model, verified_rows(PROMPTS, ANSWERS, PAD), config)
+    wanted = by_hand(model, PROMPTS, ANSWERS, mean)
+    assert scored == count and found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    parameters = list(model.parameters())
+    pairs = zip(torch.autograd.grad(found, parameters), torch.autograd.grad(wanted, parameters), strict=True)
+    for mine, theirs in pairs:
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm() + 1e-12
+
+
+def test_micro_batches_with_the_steps_count_add_up_to_the_step():
+    model = tiny.model().double()
+    config = LossConfig(**VERIFIED)
+    whole, scored = verified_channel(model, verified_rows(PROMPTS, ANSWERS, PAD), config)
+    parts = [
+        verified_channel(model, verified_rows([prompt], [answer], PAD), config, scored)[0].detach() if answer else 0.0
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    assert sum(map(float, parts)) == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_rows_without_an_answer_cost_nothing():
+    model = tiny.model()
+    calls = []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    found, scored = verified_channel(model, verified_rows([[5, 6], [7]], [[], []], Padding("right", 0)), LossConfig(**VERIFIED))
+    hook.remove()
+    assert scored == 0 and found.item() == 0.0 and not calls
+
+
+def test_a_batch_without_verified_rows_leaves_the_loss_as_it_is_and_says_dark():
+    model = tiny.model()
+    batch = full_batch(model)  # has rows for the other mode
+    off, dark = compose_loss(model, batch), compose_loss(model, batch, **VERIFIED)
+    assert torch.equal(off.total, dark.total) and dark.dark == ("sdpo",)
+    lit = compose_loss(model, batch | verified_rows(PROMPTS, ANSWERS, PAD), **VERIFIED)
+    assert lit.dark == () and lit.scored["sdpo"] == 4
+    assert torch.allclose(lit.total, off.total + 0.7 * lit.sdpo_jsd)
+
+
+@pytest.mark.parametrize("name, value", [("sdpo_jsd_beta", 0.0), ("sdpo_is_cap", 2.0), ("sdpo_fused", False), ("sdpo_wrapper", "eopd")])
+def test_what_shapes_a_divergence_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}.*no effect with hint_mode='verified'"):
+        LossConfig(**VERIFIED, **{name: value})
+
+
+# --- what is taken again ----------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.lists(st.sampled_from([0.0, 0.5, 1.0, float("nan")]), max_size=6), st.data())
+def test_only_hinted_rows_of_groups_without_a_success_are_taken_and_no_more_than_asked(group, seeds, data):
+    size = group * len(seeds)
+    rewards = torch.tensor([data.draw(st.sampled_from([0.0, 0.5, 1.0, float("nan")])) for _ in range(size)])
+    hinted = torch.tensor([data.draw(st.booleans()) for _ in range(size)], dtype=torch.bool)
+    count = data.draw(st.integers(1, 3))
+    taken = first_of_each(dry_rows(rewards, group, 1.0) & hinted, group, count)
+    for at in range(0, size, group):
+        inside = slice(at, at + group)
+        success = (rewards[inside] >= 1.0).any()
+        wanted = 0 if success else min(count, int(hinted[inside].sum()))
+        assert int(taken[inside].sum()) == wanted and not (taken[inside] & ~hinted[inside]).any()
+
+
+def test_rows_that_are_no_whole_groups_are_refused():
+    with pytest.raises(ValueError, match="5 rows are no whole groups of 2"):
+        dry_rows(torch.zeros(5), 2, 1.0)
+
+
+def test_one_success_keeps_a_kind_awake():
+    rest = Rest(3)
+    rest.look(0, ["a", "a", "b"], [False, True, False])
+    assert rest.allows("a", 1) and not rest.allows("b", 3) and rest.allows("b", 4)
+
+
+# --- the trainer ------------------------------------------------------------------------------------
+
+HINT = "Reminder: say the colour."
+
+
+def hinted(completions, **columns):
+    return [Feedback(HINT, kind="colour") for _ in completions]
+
+
+class Checker:
+    """Lets nothing pass that is asked in one batch, and everything that is taken again, or nothing at all."""
+
+    __name__ = "checker"
+
+    def __init__(self, passes=True, rows=4, low=0.0):
+        self.passes, self.rows, self.low, self.retaken = passes, rows, low, []
+
+    def __call__(self, prompts, completions, completion_ids, **columns):
+        if len(completions) == self.rows:
+            return [self.low] * self.rows
+        self.retaken.append((prompts, completion_ids))
+        return [float(self.passes)] * len(completions)
+
+
+def trained(folder, checker, **options):
+    arguments = dict(max_steps=2, num_generations=2) | options.pop("trl", {})
+    options = dict(teacher="live", beta_replay=0.0, feedback_func=hinted) | VERIFIED | options
+    trainer = build(folder, options=arguments, **options)
+    trainer.reward_funcs = [checker]
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    return trainer, log(trainer), moved
+
+
+def test_what_passes_is_learned_though_no_reward_differs(tmp_path):
+    checker = Checker()
+    _, lines, moved = trained(tmp_path, checker)
+    assert moved and all(line["sdpo/dry_groups"] == 1.0 for line in lines)
+    for line, (_, ids) in zip(lines, checker.retaken, strict=True):
+        assert line["sdpo/retakes"] == line["sdpo/retakes_passed"] == 2  # one of each group
+        assert line["sdpo/tokens"] == sum(map(len, ids)) and line["sdpo/retake_reward"] == 1.0
+
+
+def test_what_fails_is_not(tmp_path):
+    _, lines, moved = trained(tmp_path, Checker(passes=False))
+    assert not moved and all(line["sdpo/retakes"] == 2 and line["sdpo/tokens"] == 0 for line in lines)
+
+
+def test_the_logged_loss_is_that_of_the_bare_prompt(tmp_path):
+    torch.manual_seed(0)
+    checker, model = Checker(), tiny.model()
+    twin = tiny.model()
+    twin.load_state_dict(model.state_dict())
+    _, lines, _ = trained(tmp_path, checker, model=model, trl=dict(max_steps=1))
+    prompts, answers = checker.retaken[0]
+    bare = [encode(TOKENIZER, render(TOKENIZER, prompt)) for prompt in prompts]
+    assert not any(HINT in str(prompt) for prompt in prompts)
+    wanted = by_hand(twin.eval(), bare, [list(ids) for ids in answers])
+    assert lines[0]["sdpo/loss"] == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_a_kind_that_fails_rests(tmp_path):
+    options = dict(trl=dict(max_steps=4), retake_rest=1)
+    _, lines, _ = trained(tmp_path, Checker(passes=False), **options)
+    assert [line["sdpo/retakes"] for line in lines] == [2, 0, 2, 0]
+
+
+def test_a_group_with_a_success_is_left_alone(tmp_path):
+    class Easy(Checker):
+        def __call__(self, prompts, completions, **columns):
+            return [1.0] * len(completions)
+
+    _, lines, moved = trained(tmp_path, Easy())
+    assert not moved and all(line["sdpo/retakes"] == 0 == line["sdpo/dry_groups"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(teacher="ema"), "teacher='live'"),
+        (dict(hint_mode="distil", retakes=2), "retakes=2 has no effect"),
+        (dict(rlsd=0.5), "set rlsd=0"),
+        (dict(retakes=0), "retakes=0"),
+        (dict(retake_pass=float("nan")), "retake_pass"),
+    ],
+)
+def test_settings_without_sense_are_refused(tmp_path, options, says):
+    from test_trainer import arguments
+
+    with pytest.raises(ValueError, match=says):
+        adopt(arguments(tmp_path), VERIFIED | dict(teacher="live") | options)
+
+
+def test_episodes_of_many_turns_are_refused_by_name(tmp_path):
+    from test_trainer import scripted
+
+    with pytest.raises(ValueError, match="hint_mode='verified' samples single turns.*set hint_mode='distil'"):
+        trained(tmp_path, Checker(), rollout_func=scripted)
+
+
+class Silent(Checker):
+    """Has nothing to say of a re-take."""
+
+    def __call__(self, prompts, completions, completion_ids, **columns):
+        found = super().__call__(prompts, completions, completion_ids)
+        return found if len(completions) == self.rows else [None] * len(found)
+
+
+def test_an_answer_without_a_reward_has_not_passed_whatever_is_asked_for(tmp_path):
+    """A reward of nothing is no reward of zero, which would pass here; the first answers earn less."""
+    _, lines, moved = trained(tmp_path, Silent(low=-1.0), retake_pass=0.0)
+    assert not moved and all(line["sdpo/retakes"] == 2 and line["sdpo/retakes_passed"] == 0 for line in lines)
+    assert not any("sdpo/retake_reward" in line for line in lines)
+
+
+def test_an_answer_that_was_cut_is_not_learned_where_the_run_drops_such(tmp_path):
+    """There, first answers that were cut are not compared either, so they ask for no re-take."""
+    options = dict(teacher="live", beta_replay=0.0, feedback_func=hinted) | VERIFIED
+    for drops in (False, True):
+        trainer = build(tmp_path / str(drops), options=dict(mask_truncated_completions=drops), **options)
+        assert ended(trainer, [7, TOKENIZER.eos_token_id]) and ended(trainer, [7, 8]) is not drops
+    _, lines, moved = trained(tmp_path / "run", Checker(), trl=dict(mask_truncated_completions=True))
+    assert not moved and all(line["sdpo/retakes"] == 0 for line in lines)  # six tokens never come to an end
+
+
+def test_a_schedule_that_has_ended_samples_nothing_more(tmp_path):
+    options = dict(alpha_schedule="linear", alpha_until=0.5, trl=dict(max_steps=4))
+    checker = Checker()
+    _, lines, _ = trained(tmp_path, checker, **options)
+    assert len(checker.retaken) == 2 and ["sdpo/retakes" in line for line in lines] == [True, True, False, False]
+
+
+def test_a_dark_channel_says_what_to_look_at(tmp_path):
+    with pytest.warns(UserWarning, match="dark for 1 steps: no re-take passed, or every group had a success"):
+        trained(tmp_path, Checker(passes=False), dark_steps=1)
