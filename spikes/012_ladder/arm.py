@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from composer_nb.models import load_model
-from composer_nb.tasks.house_rules import HouseRules, HouseTurn, answered, house_hints, rules_of
+from composer_nb.tasks.house_rules import HouseEpisode, HouseRules, HouseTurn, Rule, answered, house_hints, rules_of
 from composer_nb.tasks.rollouts import Sampling, sampler
 from composer_nb.tasks.tool_calls import ToolQuestion, grade, hint_for, split_by_function
 from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer, Feedback
@@ -53,16 +53,27 @@ def questions_of(spec: dict) -> tuple[list[ToolQuestion], list[ToolQuestion]]:
     return mine, other[: spec["questions"]]
 
 
-class Plain(HouseRules):
-    """No rules, and only these questions to start from."""
+class Start(HouseRules):
+    """What all arms begin from: these questions, answered without rules but for a `share` of the answers, spread evenly.
+    That share is the dial: how often the model keeps the rules by itself afterwards.
+    """
 
-    def __init__(self, questions: Sequence[ToolQuestion]) -> None:
+    def __init__(self, questions: Sequence[ToolQuestion], rules: Sequence[Rule] = (), share: float = 0.0) -> None:
         super().__init__(())
         object.__setattr__(self, "mine", list(questions))
+        object.__setattr__(self, "known", (HouseRules(()), HouseRules(tuple(rules))))
+        object.__setattr__(self, "share", share)
 
-    def tasks(self, split: str, count: int, seed: int = 0) -> list[ToolQuestion]:
+    def tasks(self, split: str, count: int, seed: int = 0) -> list[tuple[ToolQuestion, bool]]:
         drawn = random.Random(seed)
-        return [drawn.choice(self.mine) for _ in range(count)]
+        kept = [int((i + 1) * self.share) > int(i * self.share) for i in range(count)]
+        return [(drawn.choice(self.mine), one) for one in kept]
+
+    def episode(self, task: tuple[ToolQuestion, bool]) -> HouseEpisode:
+        return super().episode(task[0])
+
+    def reference(self, task: tuple[ToolQuestion, bool]) -> list[str]:
+        return self.known[task[1]].reference(task[0])
 
 
 class Reading:
@@ -106,21 +117,33 @@ def arguments(spec: dict, folder: str) -> ComposerConfig:
     )  # fmt: skip
 
 
-def score(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> dict[str, list[float]]:
-    """Greedy answers to the questions that judge: graded under the rules, exact, rules kept; one number each."""
-    policy.eval()
-    reading = Reading(spec, questions)
+def answers_to(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], how: Sampling) -> list[str]:
     ids = [
         tokenizer.apply_chat_template(HouseRules(()).episode(q).messages(), add_generation_prompt=True, return_dict=False)
         for q in questions
     ]
-    said = sampler(policy, tokenizer, Sampling(spec["max_new_tokens"], 0.0, 32))(ids)
-    turns = [reading.turn(n, tokenizer.decode(one, skip_special_tokens=True)) for n, one in enumerate(said)]
+    policy.eval()
+    return [tokenizer.decode(one, skip_special_tokens=True) for one in sampler(policy, tokenizer, how)(ids)]
+
+
+def score(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> dict[str, list[float]]:
+    """Greedy answers to the questions that judge: graded under the rules, exact, rules kept; one number each."""
+    reading = Reading(spec, questions)
+    said = answers_to(policy, tokenizer, questions, Sampling(spec["max_new_tokens"], 0.0, 32))
+    turns = [reading.turn(n, text) for n, text in enumerate(said)]
     return {
         "graded": [turn.reward for turn in turns],
         "exact": [float(turn.exact) for turn in turns],
         "kept": [float(not turn.broken) for turn in turns],
     }
+
+
+def bare_rate(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> list[float]:
+    """Where the dial stands: whether each of `probe` answers, sampled as an arm samples, keeps the rules."""
+    drawn = random.Random(1).choices(questions, k=spec["probe"])
+    how = Sampling(spec["max_new_tokens"], spec["temperature"], 32, seed=1)
+    reading = Reading(spec, drawn)
+    return [float(not reading.turn(n, text).broken) for n, text in enumerate(answers_to(policy, tokenizer, drawn, how))]
 
 
 class Curve(TrainerCallback):
@@ -164,10 +187,12 @@ def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
     mine, judges = questions_of(spec)
     if spec["arm"] == "start":
         policy, tokenizer = load_model(spec["model"], device=spec["device"])
-        losses = supervised_start(policy, tokenizer, Plain(mine), spec["start"], progress=False)
+        family = Start(mine, Reading(spec, mine).rules, spec["start_share"])
+        losses = supervised_start(policy, tokenizer, family, spec["start"], progress=False)
         policy.save_pretrained(spec["weights"])
         tokenizer.save_pretrained(spec["weights"])
-        return {"losses": losses, "questions": [len(mine), len(judges)]} | score(policy, tokenizer, judges, spec)
+        found = {"losses": losses, "questions": [len(mine), len(judges)], "bare": bare_rate(policy, tokenizer, mine, spec)}
+        return found | score(policy, tokenizer, judges, spec)
     policy, tokenizer = load_model(spec["weights"], device=spec["device"])
     reading = Reading(spec, mine)
     rows = [{"prompt": HouseRules(()).episode(q).messages(), "number": n} for n, q in enumerate(mine)]
