@@ -20,7 +20,15 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from composer_nb.models import load_model
-from composer_nb.tasks.house_rules import HouseEpisode, HouseRules, HouseTurn, Rule, answered, house_hints, rules_of
+from composer_nb.tasks.house_rules import (
+    HouseEpisode,
+    HouseRules,
+    HouseTurn,
+    Rule,
+    answered,
+    house_hints,
+    rules_of,
+)
 from composer_nb.tasks.rollouts import Sampling, sampler
 from composer_nb.tasks.tool_calls import ToolQuestion, grade, hint_for, split_by_function
 from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer, Feedback
