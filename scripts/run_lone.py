@@ -4,11 +4,14 @@ cell installs.
 `python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names
 pick pages (`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes
 the network's place through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#|
-gpu` are left out, as `nbdev_test` leaves them out.
+gpu` are left out, as `nbdev_test` leaves them out. With `--fork` third-party modules that Colab preinstalls, and TRL,
+are imported once for many pages; of each environment the first page starts from nothing.
 
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
 same launch cell share one, one after another. `book/lone.json` keeps what ran.
 """
+
+from __future__ import annotations
 
 import argparse
 import importlib.metadata
@@ -260,7 +263,72 @@ def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"
 
 
-def run_page(job: Job, python: Path, sources: Sources, folder: Path, limit_s: float = 600.0) -> Result:
+# Third-party modules that take long to import; nothing of this package.
+SLOW_IMPORTS = (
+    "pandas", "matplotlib.figure", "transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer", "ipykernel.kernelapp"
+)  # fmt: skip
+
+
+class Nest:
+    """A process of one environment that has imported `SLOW_IMPORTS` and forks a kernel for each page."""
+
+    def __init__(self, python: Path, sources: Sources) -> None:
+        self.folder = tempfile.mkdtemp(prefix="composer_nb_nest_")
+        self.address = str(Path(self.folder) / "socket")
+        words = [python, ROOT / "scripts" / "forked_kernel.py", "serve", self.address, *SLOW_IMPORTS]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(python, sources), cwd=self.folder
+        )
+        if self.process.stdout.readline().strip() != b"ready":
+            self.close()
+            raise RuntimeError(f"no kernel can be forked: `{' '.join(map(str, words))}` says why")
+
+    def command(self, python: Path) -> list[str]:
+        """What starts a kernel in place of `python -m ipykernel_launcher`."""
+        return [str(python), "-S", str(ROOT / "scripts" / "forked_kernel.py"), "start", self.address, "--"]
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Nests:
+    """The nest of the environment that a worker is in. Its first page, which installs, has an interpreter of its
+    own, and a nest is only made where many pages will follow.
+    """
+
+    FEWEST = 4  # pages left for which the imports of a nest are worth their time
+
+    def __init__(self, sources: Sources, fork: bool) -> None:
+        self.sources, self.fork = sources, fork
+        self.python: Path | None = None
+        self.nest: Nest | None = None
+
+    def get(self, python: Path, left: int) -> Nest | None:
+        if python != self.python:
+            self.close()
+            self.python = python
+        elif self.fork and self.nest is None and left >= self.FEWEST:
+            self.nest = Nest(python, self.sources)
+        return self.nest
+
+    def close(self) -> None:
+        if self.nest is not None:
+            self.nest.close()
+        self.python = self.nest = None
+
+    def __enter__(self) -> Nests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_page(
+    job: Job, python: Path, sources: Sources, folder: Path, limit_s: float = 600.0, nest: Nest | None = None
+) -> Result:
     """Execute one page in an empty folder; only its own launch cell installs anything."""
     folder.mkdir(parents=True)
     name = f"{Path(job.page).name}.ipynb"
@@ -279,7 +347,8 @@ def run_page(job: Job, python: Path, sources: Sources, folder: Path, limit_s: fl
             clock["launch"] = took
 
     manager = KernelManager()
-    manager.kernel_spec.argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    command = nest.command(python) if nest else [str(python), "-m", "ipykernel_launcher"]
+    manager.kernel_spec.argv = [*command, "-f", "{connection_file}"]
     client = NotebookClient(
         notebook, km=manager, timeout=limit_s, startup_timeout=120,
         on_cell_execute=before, on_cell_executed=after,
@@ -321,24 +390,34 @@ class Queue:
             self.jobs.remove(job)
             return job
 
+    def left(self, needs: tuple[str, ...]) -> int:
+        """How many pages with these extras nobody has taken."""
+        with self.lock:
+            return sum(job.needs == needs for job in self.jobs)
+
 
 def run_all(
-    jobs: Sequence[Job], envs: Environments, sources: Sources, folder: Path, workers: int, limit_s: float
-) -> list[Result]:
-    """Run every page; each worker has its own environments, so that none installs under another's feet."""
+    jobs: Sequence[Job], envs: Environments, sources: Sources, folder: Path, workers: int, limit_s: float,
+    fork: bool = False,
+) -> list[Result]:  # fmt: skip
+    """Run every page; each worker has its own environments, so that none installs under another's feet.
+
+    With `fork`, the kernels of an environment are forked from its second page on; see `Nests`.
+    """
     queue, results = Queue(jobs), []
 
     def work(number: int) -> None:
         mine: set[tuple[str, ...]] = set()
-        while job := queue.next(mine):
-            python = envs.get(f"{number}-{'-'.join(job.needs) or 'core'}")
-            place = folder / job.page.replace("/", "-")
-            result = run_page(job, python, sources, place, limit_s)
-            results.append(result)
-            words = f"{result.page}: {result.reason or 'ran'} ({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
-            print(words, flush=True)
-            if not result.reason:
-                shutil.rmtree(place, ignore_errors=True)
+        with Nests(sources, fork) as nests:
+            while job := queue.next(mine):
+                python = envs.get(f"{number}-{'-'.join(job.needs) or 'core'}")
+                place = folder / job.page.replace("/", "-")
+                result = run_page(job, python, sources, place, limit_s, nests.get(python, queue.left(job.needs)))
+                results.append(result)
+                words = f"{result.page}: {result.reason or 'ran'} ({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
+                print(words, flush=True)
+                if not result.reason:
+                    shutil.rmtree(place, ignore_errors=True)
 
     threads = [threading.Thread(target=work, args=(n,), name=f"lone-{n}") for n in range(workers)]
     for thread in threads:
@@ -383,6 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a cell may take")
     parser.add_argument("--durations", type=int, default=15, help="how many of the slowest cells to name")
     parser.add_argument("--envs", type=Path, help="keep environments here (of other Pythons: about 5 GB)")
+    parser.add_argument("--fork", action="store_true", help="make slow imports once for many pages")
     parser.add_argument(
         "--wheelhouse", type=Path, help="a folder of `composer-nb wheelhouse` in place of the archive"
     )
@@ -405,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             archive = pack_book(root, Path(temporary) / f"composer_nb-{version()}.tar.gz")
             sources = Sources(archive, pins=root / "constraints.txt" if own else None)
         envs = Environments(folder, sys.executable if own else args.python, base)
-        results = run_all(jobs, envs, sources, Path(temporary) / "pages", args.workers, args.limit)
+        results = run_all(jobs, envs, sources, Path(temporary) / "pages", args.workers, args.limit, args.fork)
     code = "import platform; print(platform.python_version())"
     python = subprocess.run(
         [args.python, "-c", code], capture_output=True, text=True, check=True
