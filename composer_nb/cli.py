@@ -15,7 +15,8 @@ from . import __version__
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
 # %% auto #0
-__all__ = ['app', 'PASSED_ON', 'tools', 'version', 'wheelhouse', 'serve', 'train', 'evaluate', 'memory', 'main']
+__all__ = ['app', 'PASSED_ON', 'ladder', 'tools', 'version', 'wheelhouse', 'serve', 'train', 'evaluate', 'memory', 'run_cells',
+           'show_cells', 'main']
 
 # %% ../nbs/launching/90_cli.ipynb #e34cb701
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -137,6 +138,44 @@ def memory(
         typer.echo(f"composer-nb memory: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(table_text(table))
+
+# %% ../nbs/launching/90_cli.ipynb #laddcli1
+ladder = typer.Typer(no_args_is_help=True, help="A comparison cell by cell: every arm with every seed.")
+app.add_typer(ladder, name="ladder")
+
+
+@ladder.command("run")
+def run_cells(
+    plan: Annotated[Path, typer.Argument(help="spikes/SPIKE/ladders/NAME/plan.yaml, committed")],
+    jobs: Annotated[int, typer.Option(help="processes at once; 0 is one a core, or four a GPU")] = 0,
+    gpu: Annotated[str, typer.Option(help="numbers of GPUs, such as 0,1")] = "",
+    work: Annotated[str, typer.Option(help="folder of logs; else out/ladders/SPIKE/NAME")] = "",
+) -> None:
+    "Run every cell that is missing; those that are there stay as they are."
+    from composer_nb.launch.ladder import run_plan
+
+    try:
+        gpus = [int(number) for number in gpu.split(",") if number]
+        failed = run_plan(plan, work=work, jobs=jobs, gpus=gpus)
+    except (OSError, ValueError) as error:
+        failed = [str(error)]
+    for reason in failed:
+        typer.echo(f"composer-nb ladder: {reason}", err=True)
+    raise typer.Exit(int(bool(failed)))
+
+
+@ladder.command("show")
+def show_cells(plan: Annotated[Path, typer.Argument(help="spikes/SPIKE/ladders/NAME/plan.yaml")]) -> None:
+    "Say which cells are there, how long they took and which commit made them."
+    from composer_nb.launch.ladder import find_ladder
+
+    try:
+        rows = find_ladder(plan).rows()
+    except (OSError, ValueError) as error:
+        typer.echo(f"composer-nb ladder: {error}", err=True)
+        raise typer.Exit(1) from None
+    for row in rows:
+        typer.echo(f"{row['cell']:24} {row['state']:8} {row['wall_s']!s:>8} s  {row['commit'][:7]}")
 
 # %% ../nbs/launching/90_cli.ipynb #a395ab46
 def main() -> None:

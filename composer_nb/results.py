@@ -36,8 +36,8 @@ class EvidenceError(ValueError):
 # %% auto #0
 __all__ = ['Verdict', 'PACKAGES', 'UNKNOWN', 'FIGURES_MIME', 'ROLES', 'LABELS', 'EvidenceError', 'blob_id', 'checkout_at',
            'checkout_of_package', 'spike_folder', 'Identity', 'ids_at', 'identity_of', 'is_evidence', 'refuse_unfit',
-           'Stamp', 'no_verdict_because', 'write_metrics', 'read_metrics', 'runs_of', 'resumable', 'ShownMetrics',
-           'show_metrics', 'provenance_of', 'changed_since', 'RunState', 'run_state']
+           'refuse_uncommitted', 'Stamp', 'no_verdict_because', 'write_metrics', 'read_metrics', 'runs_of', 'resumable',
+           'ShownMetrics', 'show_metrics', 'provenance_of', 'changed_since', 'RunState', 'run_state']
 
 # %% ../nbs/training/50_results.ipynb #89f6c56e
 def blob_id(path: str | os.PathLike[str]) -> str:
@@ -124,21 +124,26 @@ def identity_of(root: str | os.PathLike[str] | None, spike: str) -> Identity:
         others = _git(root, "ls-files", "--others", "--exclude-standard", *folders) if folders else ""
     except (OSError, EvidenceError):
         return Identity()
-    dirty = (*(line[3:] for line in status), *(path for path in others.splitlines() if "/runs/" not in path))
+    fresh = (path for path in others.splitlines() if "/runs/" not in path and "/ladders/" not in path)
+    dirty = (*(line[3:] for line in status), *fresh)
     return Identity(commit + ("+" if dirty else ""), ids_at(root, spike), dirty)
 
 # %% ../nbs/training/50_results.ipynb #af9812d0
 def is_evidence(folder: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> bool:
-    "True for `spikes/<spike>/runs/<run>` under `root`, unless the run's name begins with `_` or `.`."
+    """True for `spikes/<spike>/runs/<run>` and `spikes/<spike>/ladders/<name>/<cell>` under `root`, unless a
+    name begins with `_` or `.`.
+    """
     if root is None:
         return False
     try:
         parts = Path(folder).resolve().relative_to(Path(root).resolve()).parts
     except ValueError:
         return False
-    return len(parts) == 4 and (parts[0], parts[2]) == ("spikes", "runs") and parts[3][0] not in "_."
+    kind = (parts[0], parts[2], len(parts)) if len(parts) > 3 else ()
+    known = kind in (("spikes", "runs", 4), ("spikes", "ladders", 5))
+    return known and not any(part[0] in "_." for part in parts[3:])
 
-
+# %% ../nbs/training/50_results.ipynb #rs_unfit
 def refuse_unfit(folder: str | os.PathLike[str], spike: str, identity: Identity) -> None:
     "Raise EvidenceError unless a run may begin in a folder that counts: new, from a clean tree, with a plan."
     run = Path(folder).name
@@ -159,17 +164,30 @@ def refuse_unfit(folder: str | os.PathLike[str], spike: str, identity: Identity)
             "commit it, then run"
         )
 
+
+def refuse_uncommitted(path: str | os.PathLike[str]) -> None:
+    "Raise EvidenceError unless git has this file as it is; outside a checkout too."
+    path = Path(path).resolve()
+    try:
+        tracked = _git(path.parent, "ls-files", "--", path.name)
+        changed = _git(path.parent, "status", "--porcelain", "--", path.name)
+    except (OSError, EvidenceError):  # no git, or no checkout
+        tracked = changed = ""
+    if not tracked or changed:
+        raise EvidenceError(f"{path.parent.name}/{path.name} is not committed as it is: commit it, then run")
+
 # %% ../nbs/training/50_results.ipynb #b4bfda4f
 class Stamp:
     """Start of a run: the clock, and what code, versions and machine were at that moment.
 
     `out` is where results go. A folder that counts as evidence is refused (EvidenceError) when it is taken,
     the tree is dirty or the plan is missing. `root` is the checkout; by default that of the imported package.
+    `threads` is for a run whose work is done in another process.
     """
 
     def __init__(
         self, device: str = "cpu", *, spike: str = "", out: str | os.PathLike[str] = "", smoke: bool = False,
-        root: str | os.PathLike[str] | None = None,
+        root: str | os.PathLike[str] | None = None, threads: int | None = None,
     ) -> None:
         self.root = checkout_of_package() if root is None else Path(root)
         self.smoke, self.identity = smoke, identity_of(self.root, spike)
@@ -177,7 +195,7 @@ class Stamp:
             refuse_unfit(out, spike, self.identity)
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock = time.perf_counter()
-        self._facts = _machine(device) | {"versions": _versions()}
+        self._facts = _machine(device, threads) | {"versions": _versions()}
 
     @property
     def wall_s(self) -> float:
@@ -190,10 +208,10 @@ class Stamp:
         return identity | self._facts | {"started": self.started, "wall_s": self.wall_s}
 
 # %% ../nbs/training/50_results.ipynb #c588cc4c
-def _machine(device: str) -> dict[str, Any]:
+def _machine(device: str, threads: int | None = None) -> dict[str, Any]:
     import torch
 
-    threads = torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     cpu = f"CPU, {os.cpu_count()} cores ({platform.machine()}), {threads} threads"
     hardware = torch.cuda.get_device_name() if device.startswith("cuda") else cpu
     load = {"load_1min": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}  # not on Windows

@@ -8,8 +8,10 @@
 - no file of it has changed since it was added, but for a line of provenance (`edited`);
 - it is named after its folder (`renamed`).
 
-What is not so needs a sentence under that label in the run's `provenance`. `--states` prints what has
-happened to each run since. Outside a checkout only the files are checked; a shallow clone is refused,
+What is not so needs a sentence under that label in the run's `provenance`. Cells of ladders
+(`spikes/*/ladders/*/*`) are held to the same, but that the spike's notebook does not run them: in its place
+their `plan.yaml` stood in some earlier commit as it stands now. `--states` prints what has happened to each
+run since. Outside a checkout only the files are checked; a shallow clone is refused,
 since it cannot tell.
 """
 
@@ -29,6 +31,7 @@ from check_sync import ROOT
 from composer_nb.results import (
     FIGURES_MIME,
     EvidenceError,
+    blob_id,
     checkout_at,
     ids_at,
     provenance_of,
@@ -52,6 +55,17 @@ def git(root: Path, *words: str) -> str:
 def run_folders(root: Path) -> list[Path]:
     """Run folders that count: `_smoke` and hidden ones do not."""
     return sorted(p for p in root.glob("spikes/*/runs/*") if p.is_dir() and p.name[0] not in "._")
+
+
+def cell_folders(root: Path) -> list[Path]:
+    """Folders of ladders' cells."""
+    return sorted(p.parent for p in root.glob("spikes/*/ladders/*/*/metrics.json"))
+
+
+def spike_of(run: Path) -> str:
+    """The spike that a run's or a cell's folder belongs to."""
+    parts = run.parts
+    return parts[len(parts) - 1 - parts[::-1].index("spikes") + 1]
 
 
 # --- against history -------------------------------------------------------------------------------
@@ -95,7 +109,7 @@ class History:
 
 def identity_faults(run: Path, metrics: Mapping[str, Any], history: History) -> dict[str, str]:
     """Faults of code and plan, by label."""
-    spike, ids = run.parents[1].name, dict(metrics.get("git", {}))
+    spike, ids = spike_of(run), dict(metrics.get("git", {}))
     if not ids:
         return {"plan": "no plan recorded: commit plan.md and run again"} | old_commit_faults(
             run, metrics, history
@@ -232,11 +246,42 @@ def run_faults(run: Path, history: History | None) -> list[str]:
     return faults + (edited_faults(run, why, history) if history is not None else [])
 
 
+def cell_faults(cell: Path, history: History | None) -> list[str]:
+    """Everything wrong with one cell of a ladder."""
+    try:
+        metrics = read_metrics(cell)
+        why = provenance_of(metrics)
+        found = {} if history is None else identity_faults(cell, metrics, history)
+    except (EvidenceError, KeyError, json.JSONDecodeError) as error:
+        return [f"its metrics.json cannot be read: {error!r}"]
+    if metrics.get("run") != cell.name:
+        found["renamed"] = f"the folder is not named after the cell {metrics.get('run')!r}"
+    if history is not None and (fault := plan_fault(cell, history)):
+        found["plan"] = fault
+    faults = [f"{text}; or say why under provenance, '{k}: …'" for k, text in found.items() if k not in why]
+    return faults + (edited_faults(cell, why, history) if history is not None else [])
+
+
+def plan_fault(cell: Path, history: History) -> str:
+    """What is wrong with the plan.yaml beside a cell, if anything."""
+    plan = cell.parent / "plan.yaml"
+    if not plan.is_file():
+        return "no plan.yaml beside it: a cell without its plan says nothing"
+    name, now = plan.relative_to(history.root).as_posix(), blob_id(plan)
+    for commit in history.before(history.added(cell / "metrics.json")):
+        found = git(history.root, "ls-tree", commit, name).split()
+        if found:
+            changed = "plan.yaml was changed after this cell: put it back, and write a plan of another name"
+            return "" if found[2] == now else changed
+    return "plan.yaml is younger than the cell: commit the plan first, then run"
+
+
 def lost_runs(root: Path, history: History) -> list[str]:
     """Run folders that a commit held and the tree does not."""
     names = git(
-        root, "log", "--diff-filter=A", "--name-only", "--format=", "--", "spikes/*/runs/*/metrics.json"
-    )
+        root, "log", "--diff-filter=A", "--name-only", "--format=", "--",
+        "spikes/*/runs/*/metrics.json", "spikes/*/ladders/*/metrics.json",
+    )  # fmt: skip
     return [
         f"{Path(name).parent}: the run is gone from the tree: a run is kept, also when it is superseded"
         for name in sorted(set(names.splitlines()))
@@ -367,12 +412,13 @@ def table_faults(root: Path) -> list[str]:
 
 def all_faults(root: Path = ROOT) -> list[str]:
     """Everything wrong with the runs of a tree and the tables that copy them, one line each."""
-    runs = run_folders(root)
+    runs, cells = run_folders(root), cell_folders(root)
     checkout = checkout_at(root)
     if checkout is not None and git(root, "rev-parse", "--is-shallow-repository") == "true":
-        return [SHALLOW] if runs else []
+        return [SHALLOW] if runs or cells else []
     history = History(root) if checkout is not None and git(root, "rev-list", "--all", "-n1") else None
     faults = [f"{run.relative_to(root)}: {fault}" for run in runs for fault in run_faults(run, history)]
+    faults += [f"{cell.relative_to(root)}: {fault}" for cell in cells for fault in cell_faults(cell, history)]
     return faults + (lost_runs(root, history) if history is not None else []) + table_faults(root)
 
 
@@ -392,8 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{run.relative_to(root)}: {state.state}", *state.lines, sep="\n    ")
         return 0
     faults = all_faults(root)
-    runs = len(run_folders(root))
-    print("\n".join(faults) or f"{runs} runs are in order", file=sys.stderr if faults else sys.stdout)
+    runs, cells = len(run_folders(root)), len(cell_folders(root))
+    said = f"{runs} runs" + (f" and {cells} cells of ladders" if cells else "") + " are in order"
+    print("\n".join(faults) or said, file=sys.stderr if faults else sys.stdout)
     return int(bool(faults))
 
 

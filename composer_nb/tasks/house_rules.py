@@ -336,7 +336,20 @@ def _fault_kind(call: Call | None, graded: Grade) -> FaultKind:
     return "unknown_tool" if graded.error_kind == "unknown_function" else "wrong_effect"
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000027
-HintKind = Literal["refusal", "spelled", "example", "both"]
+HintKind = Literal["refusal", "named", "spelled", "example", "both"]
+
+
+def _names_here(question: ToolQuestion, rules: Sequence[Rule]) -> str:
+    "What function and arguments are called under the rules, where that is not what the prompt calls them."
+    arguments = dict.fromkeys(question.parameters["properties"], "")
+    plain = {"name": question.function_name, "arguments": arguments}
+    form, words = obeyed(plain, rules), []
+    if (called := form.get("name", plain["name"])) != plain["name"]:
+        words.append(f'the function is called "{called}"')
+    names = list(arguments_of(form) or arguments)
+    if names != list(arguments):
+        words.append(f"the arguments are {', '.join(json.dumps(name) for name in names)}")
+    return f" Here {' and '.join(words)}." if words else ""
 
 
 def house_hints(turn: HouseTurn, question: ToolQuestion, rules: Sequence[Rule]) -> dict[str, str]:
@@ -350,6 +363,7 @@ def house_hints(turn: HouseTurn, question: ToolQuestion, rules: Sequence[Rule]) 
     refusal = f"{rule.says[0].upper()}{rule.says[1:]}."
     return {
         "refusal": refusal,
+        "named": refusal + _names_here(question, rules),
         "spelled": f"{refusal} Here that is: {spelled}",
         "example": f"A call that is accepted looks like this: {other}",
         "both": f"{refusal} A call that is accepted looks like this: {other}",

@@ -1,7 +1,7 @@
-"""One arm of the ladder in a process of its own: `python arm.py SPEC.json RESULT.json`.
+"""One cell of the ladder in a process of its own: `python arm.py SPEC.json ANSWER.json`, see `composer_nb.launch.ladder`.
 
-Every arm begins with the same weights and, for a seed, with the same questions and the same first rollouts. Prints
-one line per optimizer step.
+Every arm begins with the weights of the arm `start` and, for a seed, with the same questions and the same first
+rollouts. Prints one line per optimizer step.
 """
 
 import json
@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
+from composer_nb.files import write_text
 from composer_nb.models import load_model
 from composer_nb.tasks.house_rules import (
     HouseEpisode,
@@ -42,6 +43,25 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
     "distil": (dict(teacher="live", sdpo_jsd_beta=0.0), "rule"),
 }
 NEUTRAL = "Read the request once more and answer it."
+CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
+SETTINGS = frozenset(
+    "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share probe "
+    "budget look prompts samples alpha retake_pass learning_rate temperature max_new_tokens device model".split()
+)
+
+
+def refuse(spec: dict) -> None:
+    """Raises ValueError for settings that are missing, unknown or would have no effect."""
+    arms, own = {"start", *ARMS}, set(spec) - {"arm", "seed", "start"}
+    if spec["arm"] not in arms:
+        raise ValueError(f"arm={spec['arm']!r} is none of {', '.join(sorted(arms))}")
+    if own != SETTINGS:
+        raise ValueError(f"settings missing: {sorted(SETTINGS - own)}, unknown: {sorted(own - SETTINGS)}")
+    for name, known in CHOICES.items():
+        if spec[name] not in known:
+            raise ValueError(f"{name}={spec[name]!r} is none of {', '.join(known)}")
+    if not 0 <= spec["start_share"] <= 1 or (spec["start_share"] and not spec["rules"]):
+        raise ValueError(f"start_share={spec['start_share']}, rules={spec['rules']}: a share in [0, 1], of rules to keep")
 
 
 def text_of(completion: Sequence[dict[str, Any]]) -> str:
@@ -114,7 +134,9 @@ class Reading:
 
 
 def arguments(spec: dict, folder: str) -> ComposerConfig:
-    options = ARMS[spec["arm"]][0]
+    options = dict(ARMS[spec["arm"]][0])
+    if options.get("hint_mode") == "verified":
+        options["retake_pass"] = spec["retake_pass"]
     return ComposerConfig(
         folder, max_steps=spec["budget"] // (spec["prompts"] * spec["samples"]), per_device_train_batch_size=spec["prompts"] * spec["samples"],
         num_generations=spec["samples"], temperature=spec["temperature"], max_completion_length=spec["max_new_tokens"],
@@ -187,28 +209,35 @@ class Curve(TrainerCallback):
             self.next += self.spec["look"]
 
 
-def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
-    """Log, curve and ids of the first rollouts of one arm; of the arm `start` the weights that all begin with, their
-    loss per step and their score.
-    """
-    set_seed(spec["seed"])
+def make_start(spec: dict) -> dict:
+    """The weights that all arms begin with, saved; losses per step, where the dial stands, and the score."""
     mine, judges = questions_of(spec)
-    if spec["arm"] == "start":
-        policy, tokenizer = load_model(spec["model"], device=spec["device"])
-        family = Start(mine, Reading(spec, mine).rules, spec["start_share"])
-        losses = supervised_start(policy, tokenizer, family, spec["start"], progress=False)
-        policy.save_pretrained(spec["weights"])
-        tokenizer.save_pretrained(spec["weights"])
-        found = {"losses": losses, "questions": [len(mine), len(judges)], "bare": bare_rate(policy, tokenizer, mine, spec)}
-        return found | score(policy, tokenizer, judges, spec)
-    policy, tokenizer = load_model(spec["weights"], device=spec["device"])
+    policy, tokenizer = load_model(spec["model"], device=spec["device"])
+    family = Start(mine, Reading(spec, mine).rules, spec["start_share"])
+    losses = supervised_start(policy, tokenizer, family, spec["start_steps"], progress=False)
+    policy.save_pretrained(spec["start"])
+    tokenizer.save_pretrained(spec["start"])
+    series = {"losses": losses, "bare": bare_rate(policy, tokenizer, mine, spec)} | score(policy, tokenizer, judges, spec)
+    figures = {name: mean(series[name]) for name in ("exact", "graded", "kept")}
+    sizes = {"questions_to_train_on": len(mine), "questions_that_judge": len(judges)}
+    return {"figures": figures | sizes | {"bare_rule_rate": mean(series["bare"])}, "series": series}
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
+    """Figures at the end, scores per question at every look, curves, and the ids of the first rollouts."""
+    mine, judges = questions_of(spec)
+    policy, tokenizer = load_model(spec["start"], device=spec["device"])
     reading = Reading(spec, mine)
     rows = [{"prompt": HouseRules(()).episode(q).messages(), "number": n} for n, q in enumerate(mine)]
     feedback = {} if ARMS[spec["arm"]][1] == "" else {"feedback_func": reading.hints}
-    first: list = []
+    first: list[float] = []
 
     def reward(completions: Any, number: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        first.extend([] if first else [list(map(int, ids)) for ids in completion_ids])
+        first.extend([] if first else [float(one) for ids in completion_ids for one in ids])
         return reading.reward(completions, number)
 
     trainer = ComposerReplicationTrainer(
@@ -219,7 +248,21 @@ def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
     trainer.add_callback(curve)
     trainer.train()
     log = [row for row in trainer.state.log_history if "step_time" in row]
-    return {"points": curve.points, "log": log, "first": first}
+    return answer_of(curve.points, log, first)
+
+
+def answer_of(points: Sequence[dict], log: Sequence[dict], first: list[float]) -> dict:
+    last = points[-1]
+    figures = {name: mean(last[name]) for name in ("exact", "graded", "kept")}
+    figures |= {"sampled": last["sampled"], "steps": last["step"], "seconds": last["seconds"]}
+    for name in ("retakes", "retakes_passed"):
+        figures[name] = sum(float(row.get(f"sdpo/{name}", 0)) for row in log)
+    series = {"first": first, "reward": [float(row["reward"]) for row in log]}
+    for name in ("sampled", "step", "seconds"):
+        series[f"curve_{name}"] = [float(point[name]) for point in points]
+    for number, point in enumerate(points, 1):
+        series |= {f"{name}_{number}": point[name] for name in ("exact", "graded", "kept")}
+    return {"figures": figures, "series": series}
 
 
 if __name__ == "__main__":
@@ -228,5 +271,9 @@ if __name__ == "__main__":
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     torch.set_num_threads(1)
     asked, answer = map(Path, sys.argv[1:3])
-    found = train(json.loads(asked.read_text()), str(answer.with_suffix("")), lambda line: print(line, flush=True))
-    answer.write_text(json.dumps(found))
+    spec = json.loads(asked.read_text())
+    refuse(spec)
+    set_seed(spec["seed"])
+    say = lambda line: print(line, flush=True)  # noqa: E731
+    found = make_start(spec) if spec["arm"] == "start" else train(spec, str(answer.with_suffix("")), say)
+    write_text(answer, json.dumps(found))
