@@ -82,7 +82,7 @@ nbtest: $(DEV_STAMP) ## run every chapter
 
 .PHONY: lone
 lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, only its launch cell installs
-	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers 3
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers 3 --fork
 
 .PHONY: book
 book: $(DEV_STAMP) ## build the book with warnings as errors
@@ -90,7 +90,7 @@ book: $(DEV_STAMP) ## build the book with warnings as errors
 
 .PHONY: pytest
 pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --durations=40
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --durations=40
 
 .PHONY: smoke
 smoke: $(DEV_STAMP) model ## every spike with smoke=True, three at a time, one thread each; 006 runs in `lone`

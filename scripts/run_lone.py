@@ -276,8 +276,9 @@ class Nest:
         self.folder = tempfile.mkdtemp(prefix="composer_nb_nest_")
         self.address = str(Path(self.folder) / "socket")
         words = [python, ROOT / "scripts" / "forked_kernel.py", "serve", self.address, *SLOW_IMPORTS]
+        single = environment(python, sources) | {"OMP_NUM_THREADS": "1"}  # a fork would lose other threads
         self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(python, sources), cwd=self.folder
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=single, cwd=self.folder
         )
         if self.process.stdout.readline().strip() != b"ready":
             self.close()

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,64 @@ def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> N
     assert result.reason == ""
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+@pytest.fixture
+def nest(environments, monkeypatch: pytest.MonkeyPatch) -> Iterator[run_lone.Nest]:
+    monkeypatch.setattr(run_lone, "SLOW_IMPORTS", ("pandas", "ipykernel.kernelapp"))
+    made = run_lone.Nest(environments.get("bare"), run_lone.Sources())
+    yield made
+    made.close()
+    assert made.process.returncode == 0 and not Path(made.folder).exists()
+
+
+LEAVES = "import os, sys; left = 1; os.environ['LEFT'] = '1'; sys.path.append('/left'); import random; random.seed(1)"
+FINDS = """
+import os, sys
+from pathlib import Path
+assert "pandas" in sys.modules and "composer_nb" not in sys.modules
+assert "left" not in globals() and "LEFT" not in os.environ and "/left" not in sys.path
+assert Path.cwd() == Path({place!r}) and sys.argv[0].startswith("ipykernel") or sys.argv[0].endswith("ipykernel_launcher.py")
+assert sys.path[0] == "" or "scripts" not in sys.path[0]
+import subprocess, threading
+assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout.strip() == b"1"
+assert os.environ["KAGGLE_KERNEL_RUN_TYPE"] == "Batch" and sys.stdin.read() == ""
+"""
+
+
+def test_a_forked_kernel_knows_nothing_of_the_page_before(environments, nest, tmp_path: Path) -> None:
+    python, none = environments.get("bare"), run_lone.Sources()
+    for number, code in enumerate((LEAVES, FINDS.format(place=str(tmp_path / "1")))):
+        job = run_lone.Job("x", page(code), ())
+        result = run_lone.run_page(job, python, none, tmp_path / str(number), nest=nest)
+        assert result.reason == ""
+    failing = run_lone.Job("x", page("1 / 0"), ())
+    assert "ZeroDivisionError" in run_lone.run_page(failing, python, none, tmp_path / "2", nest=nest).reason
+
+
+def test_forked_kernels_and_what_they_started_are_gone_afterwards(environments, nest, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+"""
+    job = run_lone.Job("x", page(code), ())
+    assert run_lone.run_page(job, environments.get("bare"), run_lone.Sources(), tmp_path / "a", nest=nest).reason == ""
+    for pid in map(int, pids.read_text().split()):
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_threads_after_the_imports_are_refused(environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "threaded.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n")
+    monkeypatch.setattr(run_lone, "SLOW_IMPORTS", ("threaded",))
+    monkeypatch.setattr(run_lone, "NEVER_INHERITED", ())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="no kernel can be forked"):
+        run_lone.Nest(environments.get("bare"), run_lone.Sources())
 
 
 # --- what goes wrong is one line that names the remedy ---------------------------------------------
