@@ -157,6 +157,7 @@ def test_two_runners_share_a_ladder(tmp_path, script, start):
         ("{spike: s, arms: [a], seeds: [one]}", "seeds"),
         ("{spike: s, arms: [a], seeds: [true]}", "seeds"),
         ("{spike: s, arms: [a], seeds: [0], settings: {seed: 1}}", "settings hold seed"),
+        ("{spike: s, arms: [a], seeds: [0], settings: {device: cuda}}", "settings hold device"),
         ("{spike: s, arms: [a], seeds: [0], start: a}", "start='a' is an arm too"),
     ],
 )

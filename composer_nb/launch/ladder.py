@@ -55,8 +55,8 @@ class Ladder:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values) or not all(type(v) is kind for v in values):
                 raise ValueError(f"{name}={list(values)!r}: at least one {kind.__name__}, none of them twice")
-        if clash := {"arm", "seed", "start"} & set(self.settings):
-            raise ValueError(f"settings hold {', '.join(sorted(clash))}, which each cell gets from the plan")
+        if clash := {"arm", "seed", "start", "device"} & set(self.settings):
+            raise ValueError(f"settings hold {', '.join(sorted(clash))}, which its runner gives each cell")
         if self.start in self.arms:
             raise ValueError(f"start={self.start!r} is an arm too: it runs once, for all of them")
 
@@ -132,10 +132,11 @@ def begin(
         return None
     spec, answer = places.work / f"{cell.name}.spec.json", places.answer(cell)
     answer.unlink(missing_ok=True)
-    asked = {**ladder.settings, "arm": cell.arm, "seed": cell.seed, "start": str(places.work / "start")}
-    write_text(spec, json.dumps(asked))
+    own = {"arm": cell.arm, "seed": cell.seed, "start": str(places.work / "start")}
+    device = "cpu" if gpu is None else "cuda"
+    write_text(spec, json.dumps({**ladder.settings, **own, "device": device}))
     out = "" if places.done(cell) else places.cell(cell)  # a start is made again on another machine
-    stamp = Stamp("cpu" if gpu is None else "cuda", spike=ladder.spike, out=out, threads=1)
+    stamp = Stamp(device, spike=ladder.spike, out=out, threads=1)
     handles = executor.launch_replicas(1, places.script, [str(spec), str(answer)], gpu=gpu)
     return Attempt(cell, handles[0], stamp, lock, gpu)
 

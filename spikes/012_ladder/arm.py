@@ -46,13 +46,13 @@ NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
     "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share probe "
-    "budget look prompts samples alpha retake_pass learning_rate temperature max_new_tokens device model".split()
+    "budget look prompts samples alpha retake_pass learning_rate temperature max_new_tokens model".split()
 )
 
 
 def refuse(spec: dict) -> None:
     """Raises ValueError for settings that are missing, unknown or would have no effect."""
-    arms, own = {"start", *ARMS}, set(spec) - {"arm", "seed", "start"}
+    arms, own = {"start", *ARMS}, set(spec) - {"arm", "seed", "start", "device"}
     if spec["arm"] not in arms:
         raise ValueError(f"arm={spec['arm']!r} is none of {', '.join(sorted(arms))}")
     if own != SETTINGS:
