@@ -56,9 +56,9 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
     """What `start` sent: the request, and its standard output and error."""
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH, 2)
     size, body = int.from_bytes(head, "big"), b""
-    while len(body) < size:
-        body += connection.recv(size - len(body))
-    return json.loads(body), descriptors
+    while part := connection.recv(size - len(body)) if len(body) < size else b"":
+        body += part
+    return json.loads(body), descriptors  # a ValueError where the other side ended in the middle
 
 
 def become_kernel(connection: socket.socket, request: dict, outputs: Sequence[int]) -> None:
