@@ -152,7 +152,8 @@ LOSS_FIELDS = {f.name for g in (HintOptions, PreferenceOptions) for f in datacla
 
 def test_the_table_has_every_field_of_the_trainer() -> None:
     rest = set(OWN) - LOSS_FIELDS - TRAINED.keys() - REPORTED.keys()
-    assert rest == {"dark_steps", "share_prefixes"}  # tested in test_trainer: a warning, and equal gradients
+    # Tested in test_trainer and test_idle_rows: a warning, and equal gradients.
+    assert rest == {"dark_steps", "share_prefixes", "skip_idle_rows"}
 
 
 def weights_after(folder, trl=None, **options) -> torch.Tensor:

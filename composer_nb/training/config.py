@@ -28,7 +28,7 @@ from ..self_teacher import TeacherKind
 
 # %% auto #0
 __all__ = ['Schedule', 'scheduled', 'TeacherOptions', 'RetakeOptions', 'PolicyChoices', 'ScheduleOptions', 'ComposerConfig',
-           'refuse_what_the_policy_ignores', 'adopt', 'from_loss_config']
+           'refuse_idle_rows', 'refuse_what_the_policy_ignores', 'adopt', 'from_loss_config']
 
 # %% ../../nbs/training/30_configuration.ipynb #3f1ad3ca
 Schedule = Literal["constant", "linear", "cosine"]
@@ -106,6 +106,7 @@ class PolicyChoices:
         "trl", "dppo: masked by difference of probability, not clipped"
     )
     share_prefixes: bool = option(True, "compute prompts that samples have in common once")
+    skip_idle_rows: bool = option(False, "encode only answers with an advantage: same gradient, other logs")
 
     def check_choices(self) -> None:
         require_choice(self, "kl_estimator", get_args(KLEstimator))
@@ -195,8 +196,22 @@ _TRL_LOSS_ONLY = {
 }
 
 
+# Parts of TRL's loss that move the policy without any advantage, and their value where they are off.
+_WITHOUT_ADVANTAGE = {
+    "beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}  # fmt: skip
+
+
+def refuse_idle_rows(args: ComposerConfig) -> None:
+    "Raises ValueError where a row without advantage may have a gradient all the same."
+    for name, off in _WITHOUT_ADVANTAGE.items():
+        if args.skip_idle_rows and (value := getattr(args, name)) != off:
+            said = f"skip_idle_rows leaves out answers that {name}={value!r} acts on"
+            raise ValueError(f"{said}: set skip_idle_rows=False, or {name}={off!r}")
+
+
 def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
-    "Raises ValueError where an option would have no effect on channel 1."
+    "Raises ValueError where an option would have no effect on channel 1, or would change it unasked."
+    refuse_idle_rows(args)
     if args.policy_loss == "dppo":
         for name, default in _TRL_LOSS_ONLY.items():
             if (value := getattr(args, name, default)) != default:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core import KLEstimator
 from ..policy import dppo_loss, kl_penalty
-from .sharing import PrefixSharingTrainer
+from .idle_rows import IdleRowsTrainer
 
 # %% auto #0
 __all__ = ['Reduction', 'RlooTrainer', 'PolicyTermTrainer', 'dppo_of', 'kl_term', 'rloo_factors']
@@ -51,7 +51,7 @@ class Reduction:
         return mean / self.accumulation
 
 # %% ../../nbs/training/34_policy_terms.ipynb #rloo0
-class RlooTrainer(PrefixSharingTrainer):
+class RlooTrainer(IdleRowsTrainer):
     "GRPOTrainer whose advantages may be RLOO's."
 
     def _calculate_rewards(

@@ -116,10 +116,10 @@ class PrefixSharingTrainer(RegroupingTrainer):
             yield
         self._tell(calls.declined.keys())
 
-    def _tell(self, reasons: Iterable[str]) -> None:
+    def _tell(self, reasons: Iterable[str], what: str = "share_prefixes: passes run plain") -> None:
         for why in set(reasons) - self._told:
             self._told |= {why}
-            warnings.warn(f"share_prefixes: passes run plain, since {why}", stacklevel=4)
+            warnings.warn(f"{what}, since {why}", stacklevel=4)
 
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
         if is_sharded(self.model):  # generate then waits for processes whose rows are longer

@@ -37,6 +37,7 @@ from composer_nb.training.hinting import (
     refuse_hint_settings,
     refuse_model,
 )
+from .idle_rows import among_all
 from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
@@ -64,10 +65,17 @@ def kept_states(model: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def student_of(model: nn.Module, batch: dict[str, Tensor], kept: list[Tensor]) -> ForwardPass:
-    "The pass that ran, where its states and the head give the logits; else a second one."
+def student_of(
+    model: nn.Module, batch: dict[str, Tensor], kept: list[Tensor], rows: Tensor | None = None
+) -> ForwardPass:
+    """The pass that ran, where its states and the head give the logits; else a second one. Of a pass over
+    some `rows` the others' states are zero: nothing is compared there.
+    """
     if kept and head_shortcut(model):
-        return ForwardPass(torch.cat(kept), causal_lm(model), True)
+        states = torch.cat(kept)
+        if rows is not None:
+            states = among_all(states, rows, states.new_zeros(len(batch["input_ids"]), *states.shape[1:]))
+        return ForwardPass(states, causal_lm(model), True)
     return forward_pass(model, batch["input_ids"], batch["attention_mask"])
 
 # %% ../../nbs/training/40_trainer.ipynb #229d3b6c
@@ -308,7 +316,7 @@ def channels_of(
     options = {"teacher": trainer.teacher, "counts": counts, "sampling_temperature": trainer.temperature}
 
     def compute() -> Tensor:
-        student = student_of(trainer.model, batch, kept)
+        student = student_of(trainer.model, batch, kept, trainer._ran)
         found.append(
             compose_channels(trainer.model, student, batch, (policy, 0), trainer.loss_config, **options)
         )

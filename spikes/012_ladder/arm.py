@@ -46,8 +46,9 @@ NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
     "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share probe "
-    "budget look prompts samples alpha retake_pass learning_rate temperature max_new_tokens model".split()
+    "budget look prompts samples alpha retakes retake_pass learning_rate temperature max_new_tokens model".split()
 )
+EARLIER = {"retakes": 1}  # settings that older plans do not name, and what they were then
 
 
 def refuse(spec: dict) -> None:
@@ -136,13 +137,13 @@ class Reading:
 def arguments(spec: dict, folder: str) -> ComposerConfig:
     options = dict(ARMS[spec["arm"]][0])
     if options.get("hint_mode") == "verified":
-        options["retake_pass"] = spec["retake_pass"]
+        options |= {"retake_pass": spec["retake_pass"], "retakes": spec["retakes"]}
     return ComposerConfig(
         folder, max_steps=spec["budget"] // (spec["prompts"] * spec["samples"]), per_device_train_batch_size=spec["prompts"] * spec["samples"],
         num_generations=spec["samples"], temperature=spec["temperature"], max_completion_length=spec["max_new_tokens"],
         learning_rate=spec["learning_rate"], lr_scheduler_type="constant", loss_type="dr_grpo", scale_rewards="none",
         logging_steps=1, bf16=False, use_cpu=spec["device"] == "cpu", gradient_checkpointing=False, report_to="none",
-        save_strategy="no", disable_tqdm=True, seed=spec["seed"], data_seed=spec["seed"], beta_replay=0.0,
+        save_strategy="no", disable_tqdm=True, seed=spec["seed"], data_seed=spec["seed"], beta_replay=0.0, skip_idle_rows=True,
         **{"alpha_sdpo": spec["alpha"]} | options,
     )  # fmt: skip
 
@@ -186,7 +187,7 @@ class Curve(TrainerCallback):
         self.points: list[dict] = []
         self.sampled, self.trained, self.since = 0, 0.0, time.perf_counter()
         self.next = spec["look"]
-        again = 1 if ARMS[spec["arm"]][0].get("hint_mode") == "verified" else 0
+        again = spec["retakes"] if ARMS[spec["arm"]][0].get("hint_mode") == "verified" else 0
         self.dearest = spec["prompts"] * (spec["samples"] + again)  # answers that one more step may sample
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -271,7 +272,7 @@ if __name__ == "__main__":
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     torch.set_num_threads(1)
     asked, answer = map(Path, sys.argv[1:3])
-    spec = json.loads(asked.read_text())
+    spec = EARLIER | json.loads(asked.read_text())
     refuse(spec)
     set_seed(spec["seed"])
     say = lambda line: print(line, flush=True)  # noqa: E731
