@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import composer_api
+import composer_curves
 import composer_drawings
 import composer_evidence
 import composer_explorer
@@ -208,6 +209,13 @@ def setup(app) -> dict:
     app.connect("build-finished", drop_font_preloads)
     app.add_css_file("composer.css")
     app.add_js_file("composer.js")
-    for extension in (composer_evidence, composer_runs, composer_explorer, composer_parts, composer_drawings):
+    for extension in (
+        composer_evidence,
+        composer_runs,
+        composer_curves,
+        composer_explorer,
+        composer_parts,
+        composer_drawings,
+    ):
         extension.setup(app)
     return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}
