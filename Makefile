@@ -94,7 +94,7 @@ pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
 
 .PHONY: smoke
 smoke: $(DEV_STAMP) model ## every spike with smoke=True, three at a time, one thread each; 006 runs in `lone`
-	@$(PY) spikes/run.py --list | grep -v ^006 | sort -r | OMP_NUM_THREADS=1 xargs -n 1 -P 3 $(PY) spikes/run.py --smoke
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_smoke.py --workers 3
 
 ##@ Daily work
 .PHONY: export

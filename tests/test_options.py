@@ -144,6 +144,7 @@ TRAINED = {
     "retakes": (VERIFIED, VERIFIED | dict(retakes=2)),
     "retake_pass": (VERIFIED, VERIFIED | dict(retake_pass=0.8)),
     "retake_rest": (VERIFIED, VERIFIED | dict(retake_rest=2)),
+    "retake_repeats": (VERIFIED, VERIFIED | dict(retake_repeats=2)),
 }
 # What a run says rather than how it trains: these change the log, not the weights.
 REPORTED = {"lift_steps": "sdpo/lift", "grad_norm_steps": "sdpo/grad_norm"}

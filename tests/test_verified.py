@@ -200,6 +200,8 @@ def test_a_group_with_a_success_is_left_alone(tmp_path):
         (dict(hint_mode="distil", retakes=2), "retakes=2 has no effect"),
         (dict(rlsd=0.5), "set rlsd=0"),
         (dict(retakes=0), "retakes=0"),
+        (dict(retake_repeats=0), "retake_repeats=0"),
+        (dict(hint_mode="distil", retake_repeats=2), "retake_repeats=2 has no effect"),
         (dict(retake_pass=float("nan")), "retake_pass"),
     ],
 )
@@ -252,3 +254,37 @@ def test_a_schedule_that_has_ended_samples_nothing_more(tmp_path):
 def test_a_dark_channel_says_what_to_look_at(tmp_path):
     with pytest.warns(UserWarning, match="dark for 1 steps: no re-take passed, or every group had a success"):
         trained(tmp_path, Checker(passes=False), dark_steps=1)
+
+
+class Once(Checker):
+    """Passes the re-takes of the first batch, and no others."""
+
+    def __call__(self, prompts, completions, completion_ids, **columns):
+        found = super().__call__(prompts, completions, completion_ids)
+        return found if len(self.retaken) < 2 else [self.low] * len(found)
+
+
+def test_what_passed_is_learned_again_in_the_batches_that_follow(tmp_path):
+    torch.manual_seed(0)
+    checker, model = Once(), tiny.model()
+    options = dict(trl=dict(max_steps=4, learning_rate=0.0), retake_repeats=3)
+    _, lines, _ = trained(tmp_path, checker, model=model, **options)
+    prompts, answers = checker.retaken[0]
+    bare = [encode(TOKENIZER, render(TOKENIZER, prompt)) for prompt in prompts]
+    wanted = by_hand(model.eval(), bare, [list(ids) for ids in answers]).item()
+    assert [line["sdpo/retakes_passed"] for line in lines] == [2, 0, 0, 0]
+    assert [line["sdpo/retakes_learned"] for line in lines] == [2, 2, 2, 0]
+    assert [line["sdpo/tokens"] for line in lines] == [sum(map(len, answers))] * 3 + [0]
+    for line in lines[:3]:  # the weights do not move, so the same answers have the same loss
+        assert line["sdpo/loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_fresh_answers_come_before_those_that_are_due_again(tmp_path):
+    """A batch of four rows has room for two beside the two that passed."""
+    checker = Checker()
+    _, lines, _ = trained(tmp_path, checker, trl=dict(max_steps=4), retake_repeats=9)
+    lengths = [sum(map(len, ids)) for _, ids in checker.retaken]
+    assert [line["sdpo/retakes_learned"] for line in lines] == [2, 4, 4, 4]
+    assert [line["sdpo/tokens"] for line in lines] == [
+        lengths[0], *(a + b for a, b in zip(lengths, lengths[1:], strict=False))
+    ]  # fmt: skip

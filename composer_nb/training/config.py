@@ -76,11 +76,13 @@ class RetakeOptions:
     retakes: int = option(1, "answers sampled with a hint for each group in which none passed")
     retake_pass: float = option(1.0, "reward from which an answer has passed")
     retake_rest: int = option(0, "steps that a kind of hint rests after none of its re-takes passed")
+    retake_repeats: int = option(1, "batches in which an answer that passed is learned, its own included")
 
     def check_retakes(self) -> None:
         require(self, "retakes", 1, math.inf, "at least one for each group in which none passed")
         require(self, "retake_pass", -math.inf, math.inf, "a reward")
         require(self, "retake_rest", 0, math.inf, "a number of steps; 0 is no rest")
+        require(self, "retake_repeats", 1, math.inf, "at least in its own batch")
         if self.hint_mode == "verified":
             if self.teacher != "live":
                 said = f"teacher={self.teacher!r}: a re-take is the policy's own answer"

@@ -19,8 +19,8 @@ from .hinting import HintTrainer, compared_rows, fresh_reward
 from .lift import contexts_of
 
 # %% auto #0
-__all__ = ['VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'VerifiedTrainer', 'kind_of', 'rows_to_retake', 'ended',
-           'retaken', 'learned_rows']
+__all__ = ['Learned', 'VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'Memory', 'VerifiedTrainer', 'kind_of',
+           'rows_to_retake', 'ended', 'retaken', 'learned_rows']
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000007
 def dry_rows(rewards: Float[Tensor, " B"], group: int, passing: float) -> Bool[Tensor, " B"]:
@@ -55,6 +55,25 @@ class Rest:
         for kind in set(kinds) - good - {""}:
             self.until[kind] = step + 1 + self.steps
 
+# %% ../../nbs/training/33_verified_hints.ipynb #vh000025
+Learned = tuple[list[int], list[int]]  # a bare prompt, and a verified answer
+
+
+class Memory:
+    "Verified answers, each due in `repeats` batches: its own, and those that follow."
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats, self.due = repeats, list[tuple[Learned, int]]()
+
+    def turn(self, fresh: Sequence[Learned], room: int) -> list[Learned]:
+        """Earlier answers that this batch learns, the newest first, as far as there is `room`; `fresh` ones
+        are due from the next batch on. One that found no room has lost that turn.
+        """
+        found = [pair for pair, _ in self.due[:room]]
+        left = [(pair, turns - 1) for pair, turns in self.due if turns > 1]
+        self.due = [(pair, self.repeats - 1) for pair in fresh if self.repeats > 1] + left
+        return found
+
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000013
 VERIFIED_FIELDS = frozenset({"verified_input_ids", "verified_attention_mask", "verified_loss_mask"})
 
@@ -63,6 +82,7 @@ class VerifiedTrainer(HintTrainer):
     "GRPOTrainer that takes failed groups again with a hint and keeps what the reward lets pass."
 
     _rest: Rest | None = None
+    _memory: Memory | None = None
 
     def _hint_fields(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
         fields = super()._hint_fields(output)
@@ -71,6 +91,7 @@ class VerifiedTrainer(HintTrainer):
         if self.loss_config.alpha_sdpo == 0:  # a schedule has come to its end: nothing would be learned
             return {}
         self._rest = self._rest or Rest(self.args.retake_rest)
+        self._memory = self._memory or Memory(self.args.retake_repeats)
         rows = rows_to_retake(self, fields, len(output["prompt_ids"]))
         answers, earned = retaken(self, rows, joined(output) | fields) if rows else ([], torch.zeros(0))
         passed = (earned >= self.args.retake_pass).tolist()  # NaN, an answer without a reward, has not
@@ -128,10 +149,18 @@ def retaken(
 def learned_rows(
     trainer: VerifiedTrainer, output: Mapping[str, Tensor], kept: Mapping[int, list[int]]
 ) -> dict[str, Tensor]:
-    "Verified answers by row, behind the prompts that were asked without a hint; nothing where none passed."
-    if not kept:
-        return {}
+    """Verified answers by row, behind the prompts that were asked without a hint, and earlier ones in rows
+    that have none; nothing where there are neither.
+    """
     bare = [ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"])]
-    answers = [kept.get(row, []) for row in range(len(bare))]
-    found = verified_rows(bare, answers, trainer._placer().padding)
+    rows: list[Learned] = [(prompt, kept.get(row, [])) for row, prompt in enumerate(bare)]
+    free = [row for row in range(len(rows)) if row not in kept]
+    earlier = trainer._memory.turn([rows[row] for row in kept], len(free))
+    for row, pair in zip(free, earlier):
+        rows[row] = pair
+    count = torch.tensor(len(kept) + len(earlier), device=output["prompt_ids"].device)
+    trainer._record(sdpo__retakes_learned=float(trainer.accelerator.gather(count).sum()))
+    if not kept and not earlier:
+        return {}
+    found = verified_rows(*zip(*rows), trainer._placer().padding)
     return {name: value.to(output["prompt_ids"].device) for name, value in found.items()}

@@ -46,9 +46,9 @@ NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
     "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share probe "
-    "budget look prompts samples alpha retakes retake_pass learning_rate temperature max_new_tokens model".split()
+    "budget look prompts samples alpha retakes retake_repeats retake_pass learning_rate temperature max_new_tokens model".split()
 )
-EARLIER = {"retakes": 1}  # settings that older plans do not name, and what they were then
+EARLIER = {"retakes": 1, "retake_repeats": 1}  # settings that older plans do not name, and what they were then
 
 
 def refuse(spec: dict) -> None:
@@ -137,7 +137,7 @@ class Reading:
 def arguments(spec: dict, folder: str) -> ComposerConfig:
     options = dict(ARMS[spec["arm"]][0])
     if options.get("hint_mode") == "verified":
-        options |= {"retake_pass": spec["retake_pass"], "retakes": spec["retakes"]}
+        options |= {name: spec[name] for name in ("retakes", "retake_repeats", "retake_pass")}
     return ComposerConfig(
         folder, max_steps=spec["budget"] // (spec["prompts"] * spec["samples"]), per_device_train_batch_size=spec["prompts"] * spec["samples"],
         num_generations=spec["samples"], temperature=spec["temperature"], max_completion_length=spec["max_new_tokens"],
