@@ -368,6 +368,7 @@ def test_the_package_passes_the_validator_and_its_server_is_the_family(name, tmp
     needs = tomllib.loads((tmp_path / name / "pyproject.toml").read_text())["project"]["dependencies"]
     assert needs and all("git+https://" in need for need in needs)  # never by a name that is not ours
     recipe = (tmp_path / name / "server" / "Dockerfile").read_text()
+    assert "ARG TORCH=" in recipe and "install --no-cache-dir $TORCH" in recipe  # another index can be named
     assert REMEDY in recipe and "{" not in recipe and (tmp_path / name / "README.md").exists()
     words = [sys.executable, "-m", "openenv.cli", "validate", str(tmp_path / name), "--level", "static", "--skip-build"]
     done = subprocess.run(words, capture_output=True, text=True)

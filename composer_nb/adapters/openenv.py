@@ -499,7 +499,8 @@ DOCKERFILE = """FROM python:3.12-slim
 WORKDIR /app
 RUN apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/*
 COPY . /app/env
-RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu \\
+ARG TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+RUN pip install --no-cache-dir $TORCH \\
  && pip install --no-cache-dir /app/env \\
  && {data}
 WORKDIR /app/env

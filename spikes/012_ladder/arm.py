@@ -19,7 +19,11 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
+from composer_nb.batch import Padding, verified_rows
 from composer_nb.files import write_text
+from composer_nb.hints.place import encode, hinted_context_ids, render
+from composer_nb.loss.channels import verified_channel
+from composer_nb.loss.config import LossConfig
 from composer_nb.models import load_model
 from composer_nb.tasks.house_rules import (
     HouseEpisode,
@@ -45,10 +49,10 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
 NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
-    "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share probe "
+    "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share start_hinted start_kinds probe "
     "budget look prompts samples alpha retakes retake_repeats retake_pass learning_rate temperature max_new_tokens model".split()
 )
-EARLIER = {"retakes": 1, "retake_repeats": 1}  # settings that older plans do not name, and what they were then
+EARLIER = {"retakes": 1, "retake_repeats": 1, "start_hinted": 0.0, "start_kinds": []}  # settings that older plans do not name, and what they were then
 
 
 def refuse(spec: dict) -> None:
@@ -61,6 +65,12 @@ def refuse(spec: dict) -> None:
     for name, known in CHOICES.items():
         if spec[name] not in known:
             raise ValueError(f"{name}={spec[name]!r} is none of {', '.join(known)}")
+    if spec["start_hinted"] and spec["start_share"]:
+        raise ValueError("start_hinted and start_share are two kinds of start: set one of them")
+    if not 0 <= spec["start_hinted"] <= 1 or bool(spec["start_hinted"]) != bool(spec["start_kinds"]):
+        raise ValueError(f"start_hinted={spec['start_hinted']}, start_kinds={spec['start_kinds']}: a share in [0, 1] of some kinds")
+    if unfair := sorted(set(spec["start_kinds"]) & set(spec["rules"])):
+        raise ValueError(f"start_kinds: {unfair} are the rules that an arm has to find")
     if not 0 <= spec["start_share"] <= 1 or (spec["start_share"] and not spec["rules"]):
         raise ValueError(f"start_share={spec['start_share']}, rules={spec['rules']}: a share in [0, 1], of rules to keep")
 
@@ -103,6 +113,39 @@ class Start(HouseRules):
 
     def reference(self, task: tuple[ToolQuestion, bool]) -> list[str]:
         return self.known[task[1]].reference(task[0])
+
+
+def hinted_start(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> list[float]:
+    """A start in which a share `start_hinted` of the answers, spread evenly, keeps a rule of `start_kinds` that the
+    hint above it says; the others are plain. Cross entropy per token and step.
+    """
+    drawn, placer, losses = random.Random(0), Padding("right", tokenizer.pad_token_id), []
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-5, weight_decay=0.0)
+    policy.eval()
+    kept = [int((i + 1) * spec["start_hinted"]) > int(i * spec["start_hinted"]) for i in range(4 * spec["start_steps"])]
+    for step in range(spec["start_steps"]):
+        rows = [told(tokenizer, drawn, questions, spec, hinted) for hinted in kept[4 * step : 4 * step + 4]]
+        loss, _ = verified_channel(policy, verified_rows(*zip(*rows), placer), LossConfig.preset("verified"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def told(
+    tokenizer: Any, drawn: random.Random, questions: Sequence[ToolQuestion], spec: dict, hinted: bool
+) -> tuple[list[int], list[int]]:
+    """A prompt, with a hint above the answer if `hinted` and if the rule asks for anything here, and its answer."""
+    question, family = drawn.choice(questions), HouseRules(())
+    messages, plain = family.episode(question).messages(), family.reference(question)[0]
+    bare, end = encode(tokenizer, render(tokenizer, messages)), [tokenizer.eos_token_id]
+    if hinted:
+        rules = rules_of(0, drawn.randrange(1000), [drawn.choice(spec["start_kinds"])])
+        if hint := house_hints(answered(plain, question, rules), question, rules).get(spec["wording"]):
+            context = hinted_context_ids(tokenizer, messages, hint, bare)
+            return context, encode(tokenizer, HouseRules(rules).reference(question)[0]) + end
+    return bare, encode(tokenizer, plain) + end
 
 
 class Reading:
@@ -214,8 +257,11 @@ def make_start(spec: dict) -> dict:
     """The weights that all arms begin with, saved; losses per step, where the dial stands, and the score."""
     mine, judges = questions_of(spec)
     policy, tokenizer = load_model(spec["model"], device=spec["device"])
-    family = Start(mine, Reading(spec, mine).rules, spec["start_share"])
-    losses = supervised_start(policy, tokenizer, family, spec["start_steps"], progress=False)
+    if spec["start_hinted"]:
+        losses = hinted_start(policy, tokenizer, mine, spec)
+    else:
+        family = Start(mine, Reading(spec, mine).rules, spec["start_share"])
+        losses = supervised_start(policy, tokenizer, family, spec["start_steps"], progress=False)
     policy.save_pretrained(spec["start"])
     tokenizer.save_pretrained(spec["start"])
     series = {"losses": losses, "bare": bare_rate(policy, tokenizer, mine, spec)} | score(policy, tokenizer, judges, spec)
