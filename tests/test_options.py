@@ -153,8 +153,9 @@ LOSS_FIELDS = {f.name for g in (HintOptions, PreferenceOptions) for f in datacla
 
 def test_the_table_has_every_field_of_the_trainer() -> None:
     rest = set(OWN) - LOSS_FIELDS - TRAINED.keys() - REPORTED.keys()
-    # Tested in test_trainer and test_idle_rows: a warning, and equal gradients.
-    assert rest == {"dark_steps", "share_prefixes", "skip_idle_rows"}
+    # Tested in test_trainer and test_idle_rows (a warning, and equal gradients) and in test_gated.
+    gate = {"gate_tokens", "gate_memory", "gate_errors", "gate_cap"}
+    assert rest == {"dark_steps", "share_prefixes", "skip_idle_rows"} | gate
 
 
 def weights_after(folder, trl=None, **options) -> torch.Tensor:

@@ -30,7 +30,7 @@ from ..preference import dpo_loss, reduce_pairs, sequence_logprobs, simpo_loss
 
 # %% auto #0
 __all__ = ['Channel', 'policy_channel', 'distillation_channel', 'row_weights', 'streamed_distillation', 'head_of', 'hint_channel',
-           'teacher_views', 'distillation_count', 'verified_channel', 'pair_logprobs', 'reference_logprobs',
+           'teacher_views', 'share_of', 'distillation_count', 'verified_channel', 'pair_logprobs', 'reference_logprobs',
            'preference_channel']
 
 # %% ../../nbs/training/11_channels.ipynb #1d464668
@@ -228,7 +228,7 @@ def hint_channel(
         "count": scored if count is None else count,
         "old_logprobs": None if old is None else old[batch, student_at],
         "sampling_temperature": sampling_temperature,
-        "share": None if config.sdpo_reduction == "token-mean" else 1.0 / torch.bincount(batch)[batch],
+        "share": share_of(batch, inputs.get("sdpo_row_weight"), config),
     }
     return _distil(student, head, views, (batch, student_at), ids, config, weighting), scored
 
@@ -271,6 +271,18 @@ def _distil(
         return streamed_distillation(View(student.states_at(*where), head), views, ids, config, **weighting)
     logits = sum(view.share * view.head(view.hidden) if isinstance(view, View) else view for view in views)
     return distillation_channel(student.logits(*where), logits, ids, config, **weighting)
+
+
+def share_of(
+    batch: Int[Tensor, "N"], row_weight: Float[Tensor, " B"] | None, config: HintOptions
+) -> Float[Tensor, "N"] | None:
+    """What a compared token counts by its row: 1 / its tokens in a mean over sequences, times the weight that
+    the batch gives the row; None where all count the same.
+    """
+    share = None if config.sdpo_reduction == "token-mean" else 1.0 / torch.bincount(batch)[batch]
+    if row_weight is None:
+        return share
+    return row_weight[batch] if share is None else share * row_weight[batch]
 
 
 def distillation_count(batch: Int[Tensor, "N"], config: HintOptions) -> int:

@@ -30,7 +30,8 @@ __all__ = ['HINT_ROWS', 'LossComponents', 'compose_channels', 'compose_loss', 'c
 
 # %% ../../nbs/training/12_loss.ipynb #19f75794
 # Which rows of a batch channel 2 reads.
-HINT_ROWS = {"distil": "ctx_teacher_input_ids", "verified": "verified_input_ids"}
+_READINGS = "ctx_teacher_input_ids"
+HINT_ROWS = {"distil": _READINGS, "verified": "verified_input_ids", "gated": _READINGS}
 
 
 @dataclass

@@ -84,7 +84,7 @@ TRL_KINDS = ("luspo", "sapo", "vespo")
 _WEIGHT = "a weight is finite and not negative; 0 switches it off"
 
 # %% ../../nbs/training/10_options.ipynb #5d70b24f
-HintMode = Literal["distil", "verified"]
+HintMode = Literal["distil", "verified", "gated"]
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class HintOptions:
     "Hint self-distillation. `distillation.divergence` has the formulas, `credit.sdar_gate` the gate."
 
     alpha_sdpo: float = option(0.0, "weight of hint self-distillation; 0 is off")
-    hint_mode: HintMode = option("distil", "compare hinted readings of failures, or learn verified re-takes")
+    hint_mode: HintMode = option("distil", "compare failures, learn what passes, or compare where hints gain")
     sdpo_jsd_beta: float = option(0.5, "0 is KL(T||S), 1 is KL(S||T), between: generalised JSD")
     sdpo_temperature: float = option(1.0, "divides both sides' logits")
     sdpo_token_clip: float | None = option(None, "ceiling of a token's divergence, nats")
@@ -171,6 +171,9 @@ def _check_unused(options: HintOptions) -> None:
     defaults = {f.name: f.default for f in fields(HintOptions)}
     if options.hint_mode == "verified":
         _refuse_changed(options, defaults, set(defaults) - {"alpha_sdpo", "hint_mode", "sdpo_reduction"})
+    if options.hint_mode == "gated" and options.sdpo_wrapper != "none":
+        said = f"sdpo_wrapper={options.sdpo_wrapper!r} has no weights per row"
+        raise ValueError(f"{said}, by which hint_mode='gated' follows a gain: set sdpo_wrapper='none'")
     for name, (needed, present) in _NEEDS.items():
         value = getattr(options, name)
         if value != defaults[name] and not present(options):
@@ -291,4 +294,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "composer2": dict(policy_kind="dr_grpo", kl_estimator="k1"),
     "seed": dict(alpha_sdpo=0.1, beta_replay=0.05),
     "verified": dict(alpha_sdpo=1.0, hint_mode="verified"),
+    "gated": dict(alpha_sdpo=1.0, hint_mode="gated", sdpo_jsd_beta=0.0),
 }

@@ -69,31 +69,47 @@ class TeacherOptions:
             raise ValueError(f"{said}: use teacher='ema' or 'trust_region', or leave it out")
 
 # %% ../../nbs/training/30_configuration.ipynb #vf000005
+_RETAKE_MODES = {"retakes": ("verified", "gated")}  # of the others, the name says which
+
+
 @dataclass(kw_only=True)
 class RetakeOptions:
-    "What `hint_mode='verified'` spends, and what it takes for a success."
+    "What `hint_mode='verified'` and `'gated'` spend, and what it takes for a success or a gain."
 
-    retakes: int = option(1, "answers sampled with a hint for each group in which none passed")
+    retakes: int = option(1, "answers with a hint for each group in which none passed (gated: each group)")
     retake_pass: float = option(1.0, "reward from which an answer has passed")
     retake_rest: int = option(0, "steps that a kind of hint rests after none of its re-takes passed")
     retake_repeats: int = option(1, "batches in which an answer that passed is learned, its own included")
+    gate_tokens: int = option(8, "tokens of a failure that are compared, from its first on; 0 is all")
+    gate_memory: float = option(0.9, "what a batch leaves of the gains seen before it")
+    gate_errors: float = option(1.0, "standard errors by which a gain must be above zero")
+    gate_cap: float | None = option(None, "largest gradient norm of channel 2, as a share of the policy's")
 
     def check_retakes(self) -> None:
         require(self, "retakes", 1, math.inf, "at least one for each group in which none passed")
         require(self, "retake_pass", -math.inf, math.inf, "a reward")
         require(self, "retake_rest", 0, math.inf, "a number of steps; 0 is no rest")
         require(self, "retake_repeats", 1, math.inf, "at least in its own batch")
-        if self.hint_mode == "verified":
-            if self.teacher != "live":
-                said = f"teacher={self.teacher!r}: a re-take is the policy's own answer"
-                raise ValueError(f"{said}; with hint_mode='verified' set teacher='live'")
-            if self.rlsd > 0:
-                said = f"rlsd={self.rlsd} reads hinted failures, which hint_mode='verified' does not score"
-                raise ValueError(f"{said}: set rlsd=0")
-            return
+        require(self, "gate_tokens", 0, math.inf, "a number of tokens; 0 is all")
+        require(self, "gate_memory", 0.0, 1.0, "a share in [0, 1]")
+        require(self, "gate_errors", 0.0, math.inf, "a number of standard errors")
+        require(self, "gate_cap", 0.0, math.inf, "a share above 0, or None", open_low=True, none=True)
+        if self.hint_mode != "distil":
+            self.check_who_answers_again()
         for own in fields(RetakeOptions):
-            if (value := getattr(self, own.name)) != own.default:
-                raise ValueError(f"{own.name}={value!r} has no effect without hint_mode='verified'")
+            modes = _RETAKE_MODES.get(own.name, ("gated",) if own.name.startswith("gate_") else ("verified",))
+            if (value := getattr(self, own.name)) != own.default and self.hint_mode not in modes:
+                raise ValueError(f"{own.name}={value!r} has no effect without hint_mode={modes[0]!r}")
+
+    def check_who_answers_again(self) -> None:
+        if self.teacher != "live":
+            said = f"teacher={self.teacher!r}: a re-take is the policy's own answer"
+            raise ValueError(f"{said}; with hint_mode={self.hint_mode!r} set teacher='live'")
+        if self.rlsd > 0:
+            said = f"rlsd={self.rlsd} reads all hinted failures"
+            raise ValueError(f"{said}, which hint_mode={self.hint_mode!r} does not score: set rlsd=0")
+        if self.gate_cap is not None and self.fp16:
+            raise ValueError("gate_cap measures gradients, which fp16 scales: set bf16, or gate_cap=None")
 
 # %% ../../nbs/training/30_configuration.ipynb #a4cbdde0
 @dataclass(kw_only=True)

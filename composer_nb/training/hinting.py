@@ -45,16 +45,16 @@ def refuse_hint_settings(trainer: Any) -> None:
         callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in funcs
     )
     single = not (trainer.use_vllm or trainer.tools or trainer.rollout_func or trainer.environment_factories)
-    verified = args.hint_mode == "verified"
-    asks = "hint_mode='verified'" if verified else "lift_steps"
-    cure = "hint_mode='distil'" if verified else "lift_steps=0"
-    if (args.lift_steps or verified) and not (plain and single):
+    again = args.hint_mode != "distil"  # answers with a hint are sampled and graded
+    asks = f"hint_mode={args.hint_mode!r}" if again else "lift_steps"
+    cure = "hint_mode='distil'" if again else "lift_steps=0"
+    if (args.lift_steps or again) and not (plain and single):
         raise ValueError(
             f"{asks} samples single turns with transformers and grades them with plain reward functions: "
             f"set {cure} with vLLM, tools, environments, a rollout function or reward models"
         )
     reader = trainer._text_tokenizer()
-    if (args.lift_steps or verified) and getattr(reader, "response_template", None) is not None:
+    if (args.lift_steps or again) and getattr(reader, "response_template", None) is not None:
         raise ValueError(f"{asks} grades plain texts, and this tokenizer has a response_template: set {cure}")
     if args.lift_steps and args.teacher == "trust_region":
         said = "lift_steps samples from the teacher, and a trust region is a mixture of two models' logits"

@@ -280,8 +280,8 @@ def hint_items(model: ModelCosts, args: ComposerConfig, shape: StepShape, device
     "The teacher's pass, a layer at a time, and the divergence over all sampled tokens."
     if not shape.hint:
         return []
-    if args.hint_mode == "verified":
-        said = "no estimate for hint_mode='verified': how many re-takes pass is not known before a run"
+    if args.hint_mode != "distil":
+        said = f"no estimate for hint_mode={args.hint_mode!r}: what is learned is not known before a run"
         raise ValueError(f"{said}; run a few steps and look at the peak")
     above, (groups, size) = args.placement == "above", shape.groups
     before = shape.prompt if above else 0  # a hint in the system message comes before all that is shared

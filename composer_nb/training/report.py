@@ -16,10 +16,11 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'COUNTED', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels', 'SeriesWatch']
+__all__ = ['Gradients', 'Cap', 'COUNTED', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels', 'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
 Gradients = list[Tensor | None]
+Cap = Callable[[dict[str, float]], dict[str, float]]
 
 
 def added(sums: Gradients | None, gradients: Gradients, weight: float = 1.0) -> Gradients:
@@ -29,17 +30,21 @@ def added(sums: Gradients | None, gradients: Gradients, weight: float = 1.0) -> 
 
 
 def measured(
-    parts: LossComponents, parameters: Sequence[Tensor], still: Sequence[str] = ()
+    parts: LossComponents, parameters: Sequence[Tensor], still: Sequence[str] = (), cap: Cap | None = None
 ) -> tuple[Tensor, dict[str, Gradients]]:
     """The total with the same gradient, put together from each lit channel's own; and these.
 
-    Channels in `still` are known to have no gradient and get no pass.
+    Channels in `still` are known to have no gradient and get no pass. `cap` says from the channels' weighted
+    gradient norms by what each channel's share is multiplied.
     """
     own, combined = {}, [None] * len(parameters)
     for name, loss in parts.lit.items():
         if name not in still:
             own[name] = channel_gradients(loss, parameters)
-            combined = added(combined, own[name], parts.weights[name])
+    norms = {name: parts.weights[name] * gradient_norm(gradients) for name, gradients in own.items()}
+    factors = {} if cap is None else cap(norms)
+    for name, gradients in own.items():
+        combined = added(combined, gradients, parts.weights[name] * factors.get(name, 1.0))
     carriers = [
         p.flatten()[:1].sum() * 0.0 if g is None else torch.dot(p.flatten(), g.flatten().to(p.dtype))
         for p, g in zip(parameters, combined)  # every parameter reports to DDP

@@ -81,9 +81,9 @@ def refuse_shards(accelerator: Any, args: Any, model: nn.Module) -> None:
             "cpu_ram_efficient_loading leaves all processes but the first without weights when references "
             f"and copies are taken: set it to False in fsdp_config, {off}"
         )
-    if args.hint_mode == "verified":
+    if args.hint_mode != "distil":
         raise ValueError(
-            "hint_mode='verified' samples and learns different numbers of answers on each process, for "
+            f"hint_mode={args.hint_mode!r} learns different numbers of answers on each process, for "
             "which FSDP cannot wait: set hint_mode='distil'"
         )
     for name in ("grad_norm_steps", "lift_steps", "rlsd"):

@@ -30,6 +30,7 @@ from ..traces.pair import DPOPair
 from .checkpoint import ChannelState, read_state, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
+from .gated import GatedTrainer
 from composer_nb.training.hinting import (
     UpdateTeacher,
     compared_rows,
@@ -42,7 +43,7 @@ from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
-from .verified import VERIFIED_FIELDS, VerifiedTrainer
+from .verified import VERIFIED_FIELDS
 
 # %% auto #0
 __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
@@ -111,7 +112,7 @@ def settings_of(
     return found
 
 # %% ../../nbs/training/40_trainer.ipynb #3d12b7b5
-class ChannelSetup(VerifiedTrainer):
+class ChannelSetup(GatedTrainer):
     "GRPOTrainer with what the channels need: configuration, teacher, pairs, references, report."
 
     def __init__(
@@ -172,7 +173,9 @@ def pairs_of(trainer: ChannelSetup, dataset: Any, cache: ReferenceCache | None) 
         )
 
 # %% ../../nbs/training/40_trainer.ipynb #e6f8e69b
-HINT_FIELDS = frozenset({"sdpo_loss_mask", "student_response_idx", "teacher_response_idx", *VERIFIED_FIELDS})
+HINT_FIELDS = frozenset(
+    {"sdpo_loss_mask", "student_response_idx", "teacher_response_idx", "sdpo_row_weight", *VERIFIED_FIELDS}
+)
 
 
 def channel_batch(trainer: ChannelSetup, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -204,10 +207,13 @@ class ReportedTrainer(ChannelSetup):
         "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
         total, every = parts.total, self.args.grad_norm_steps
         fp16 = getattr(self.accelerator, "scaler", None)  # unscaled gradients would underflow
-        if every and self.state.global_step % every == 0 and fp16 is None:
+        due = every and self.state.global_step % every == 0 and fp16 is None
+        if due or self.args.gate_cap is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            total, own = measured(parts, parameters, () if policy_moves(self, inputs) else ("policy",))
-            self.report.keep(own)
+            still = () if policy_moves(self, inputs) else ("policy",)
+            total, own = measured(parts, parameters, still, self._capped)
+            if due:
+                self.report.keep(own)
         self.report.add(parts, parts.scored["replay"] / self.pairs_per_step, self._weights())
         accumulation, sums = self.current_gradient_accumulation_steps, self.report.sums
         moves = (inputs["advantages"] != 0).reshape(len(inputs["advantages"]), -1).any(1)
@@ -240,6 +246,8 @@ def why_dark(feedback_func: Any, pairs: Sequence[Any], hint_mode: str = "distil"
     silent = "the feedback held no hint for any sampled turn"
     if hint_mode == "verified":
         silent = "no re-take passed, or every group had a success (see sdpo/dry_groups and sdpo/retakes)"
+    if hint_mode == "gated":
+        silent = "no kind of hint has shown a gain yet, or no re-take scored higher (see sdpo/gate_gain)"
     missing = "no preference_dataset was given"
     return {
         "sdpo": "no feedback_func was given" if feedback_func is None else silent,
