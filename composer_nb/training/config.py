@@ -69,9 +69,6 @@ class TeacherOptions:
             raise ValueError(f"{said}: use teacher='ema' or 'trust_region', or leave it out")
 
 # %% ../../nbs/training/30_configuration.ipynb #vf000005
-_RETAKE_MODES = {"retakes": ("verified", "gated")}  # of the others, the name says which
-
-
 @dataclass(kw_only=True)
 class RetakeOptions:
     "What `hint_mode='verified'` and `'gated'` spend, and what it takes for a success or a gain."
@@ -97,9 +94,10 @@ class RetakeOptions:
         if self.hint_mode != "distil":
             self.check_who_answers_again()
         for own in fields(RetakeOptions):
-            modes = _RETAKE_MODES.get(own.name, ("gated",) if own.name.startswith("gate_") else ("verified",))
-            if (value := getattr(self, own.name)) != own.default and self.hint_mode not in modes:
-                raise ValueError(f"{own.name}={value!r} has no effect without hint_mode={modes[0]!r}")
+            mode = "gated" if own.name.startswith("gate_") else "verified"
+            fits = self.hint_mode == mode or (own.name == "retakes" and self.hint_mode == "gated")
+            if (value := getattr(self, own.name)) != own.default and not fits:
+                raise ValueError(f"{own.name}={value!r} has no effect without hint_mode={mode!r}")
 
     def check_who_answers_again(self) -> None:
         if self.teacher != "live":
@@ -179,6 +177,7 @@ class ComposerConfig(
 
     def check_channels(self) -> None:
         "Raises ValueError for the first field that is wrong, or without effect."
+        refuse_idle_rows(self)
         self.check_teacher()
         self.check_retakes()
         self.check_choices()
@@ -200,6 +199,19 @@ class ComposerConfig(
             found["taid_t"] = 0.4 if taid_t is None else taid_t
         return LossConfig(**found)
 
+# %% ../../nbs/training/30_configuration.ipynb #idlecfg0
+# Parts of TRL's loss that move the policy without any advantage, and their value where they are off.
+_WITHOUT_ADVANTAGE = {
+    "beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}  # fmt: skip
+
+
+def refuse_idle_rows(args: ComposerConfig) -> None:
+    "Raises ValueError where a row without advantage may have a gradient all the same."
+    for name, off in _WITHOUT_ADVANTAGE.items():
+        if args.skip_idle_rows and (value := getattr(args, name)) != off:
+            said = f"skip_idle_rows leaves out answers that {name}={value!r} acts on"
+            raise ValueError(f"{said}: set skip_idle_rows=False, or {name}={off!r}")
+
 # %% ../../nbs/training/30_configuration.ipynb #93446f4f
 # What only TRL's own loss reads, and its value there when nothing is asked for.
 _TRL_LOSS_ONLY = {
@@ -214,22 +226,8 @@ _TRL_LOSS_ONLY = {
 }
 
 
-# Parts of TRL's loss that move the policy without any advantage, and their value where they are off.
-_WITHOUT_ADVANTAGE = {
-    "beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}  # fmt: skip
-
-
-def refuse_idle_rows(args: ComposerConfig) -> None:
-    "Raises ValueError where a row without advantage may have a gradient all the same."
-    for name, off in _WITHOUT_ADVANTAGE.items():
-        if args.skip_idle_rows and (value := getattr(args, name)) != off:
-            said = f"skip_idle_rows leaves out answers that {name}={value!r} acts on"
-            raise ValueError(f"{said}: set skip_idle_rows=False, or {name}={off!r}")
-
-
 def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
-    "Raises ValueError where an option would have no effect on channel 1, or would change it unasked."
-    refuse_idle_rows(args)
+    "Raises ValueError where an option would have no effect on channel 1."
     if args.policy_loss == "dppo":
         for name, default in _TRL_LOSS_ONLY.items():
             if (value := getattr(args, name, default)) != default:

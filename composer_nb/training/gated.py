@@ -98,9 +98,8 @@ class GatedTrainer(VerifiedTrainer):
         self._gains = self._gains or Gains(self.args.gate_memory, self.args.gate_errors)
         rows = rows_to_ask(self, fields, len(output["prompt_ids"]))
         earned = retaken(self, rows, joined(output) | fields)[1] if rows else torch.zeros(0)
-        first = self.accelerator.process_index * len(output["prompt_ids"])
-        own = self._earned.cpu()[first : first + len(output["prompt_ids"])]
-        others = others_mean(self._earned.cpu(), self.num_generations)[first:]
+        all_earned, first = self._earned.cpu(), self.accelerator.process_index * len(output["prompt_ids"])
+        own, others = all_earned[first:], others_mean(all_earned, self.num_generations)[first:]
         gains = [(kind_of(self, row), (e - others[row]).item()) for row, e in zip(rows, earned.cpu())]
         self._look_at_gains(gains)
         kept = [row for row, e in zip(rows, earned.cpu()) if e > own[row]]  # false where one is NaN

@@ -21,8 +21,7 @@ from ..distillation.taid import TAIDScheduler
 from ..forward.shared_body import why_not
 from ..forward.sharing import unshared
 from ..forward.states import ForwardPass, causal_lm, forward_pass, head_shortcut
-from ..loss.compose import LossComponents, compose_channels
-from ..loss.config import LossConfig
+from ..loss import LossComponents, LossConfig, compose_channels
 from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
@@ -212,8 +211,7 @@ class ReportedTrainer(ChannelSetup):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             still = () if policy_moves(self, inputs) else ("policy",)
             total, own = measured(parts, parameters, still, self._capped)
-            if due:
-                self.report.keep(own)
+            self.report.keep(own if due else {})
         self.report.add(parts, parts.scored["replay"] / self.pairs_per_step, self._weights())
         accumulation, sums = self.current_gradient_accumulation_steps, self.report.sums
         moves = (inputs["advantages"] != 0).reshape(len(inputs["advantages"]), -1).any(1)
