@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..forward import eval_mode
 from .actions import canonical_action, opened, plain_text, read_action
 from ..traces import Action, TraceState, action_text, parse_action
+from ..traces.tools import misfits
 
 # %% auto #0
 __all__ = ['Outcome', 'Replies', 'TextJudge', 'exact', 'judge_name', 'EmbeddingJudge', 'hidden_state_embedder', 'LLMJudge',
@@ -142,7 +143,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 # %% ../../nbs/replay/30_consensus.ipynb #c017-d3bc5d
-Outcome = Literal["pair", "student_agrees", "tie", "below_threshold", "no_replies"]
+Outcome = Literal["pair", "unlike", "student_agrees", "tie", "below_threshold", "no_replies"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Consensus:
     winner_from: str = ""
     abstentions: tuple[str, ...] = ()
     contested: bool = False
+    invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -206,11 +208,12 @@ Replies = Mapping[str, Action | str | None] | Iterable[tuple[str, Action | str |
 
 def consensus(
     state: TraceState, actions: Replies, *, judge: TextJudge = exact, threshold: int = 2, min_margin: int = 1,
-    ordered: bool = False, teachers: Sequence[str] | None = None,
+    ordered: bool = False, teachers: Sequence[str] | None = None, unlike: bool = False,
 ) -> Consensus:
     """Outcome of the teachers' `actions` (name to action; None or an empty action abstains) at one state.
 
-    `teachers`: everyone who could have been asked; by default those in `actions`. Raises ValueError for a
+    A call that does not fit the state's tools abstains, too. `teachers`: everyone who could have been asked;
+    by default those in `actions`. `unlike`: prose against a call makes a pair. Raises ValueError for a
     threshold or margin below 1, a threshold above the number of teachers, duplicate and unknown teachers.
     """
     replies = replies_of(actions, state.state_id)
@@ -218,11 +221,13 @@ def consensus(
         threshold, min_margin, list(replies) if teachers is None else teachers, replies, state.state_id
     )
     able = {name: action for name, given in sorted(replies.items()) if (action := _able(given))}
+    invalid = _invalid(able, state)
+    able = {name: action for name, action in able.items() if name not in invalid}
     same, forms = _same(judge, state), _forms(able, state, ordered)
     groups, contested = _groups(forms, same)
     abstentions = tuple(sorted(set(replies) - set(able)))
     if not groups:
-        return Consensus(state.state_id, "no_replies", abstentions=abstentions)
+        return Consensus(state.state_id, "no_replies", abstentions=abstentions, invalid=invalid)
     voters = [tuple(sorted(name for form in group for name in forms[form])) for group in groups]
     best = [_shortest(able, names) for names in voters]
     votes = {
@@ -232,7 +237,9 @@ def consensus(
     agrees = any(student == form or same(*sorted((student, form))) for form in groups[0])
     outcome = _outcome([*map(len, voters), 0], threshold, min_margin, contested, agrees)
     winner, winner_from = (None, "") if contested else (_as_given(replies[best[0]]), best[0])
-    return Consensus(state.state_id, outcome, votes, winner, winner_from, abstentions, contested)
+    if outcome == "pair" and not unlike and not _alike(able[best[0]], state.student_action):
+        outcome = "unlike"
+    return Consensus(state.state_id, outcome, votes, winner, winner_from, abstentions, contested, invalid)
 
 # %% ../../nbs/replay/30_consensus.ipynb #c022-94f2ad
 def _outcome(
@@ -267,6 +274,18 @@ def _able(given: Action | str | None) -> Action | None:
         isinstance(opened(call.arguments, empty="{}"), Mapping) for call in action.tool_calls
     )
     return action if readable else None
+
+
+def _invalid(able: Mapping[str, Action], state: TraceState) -> dict[str, tuple[str, ...]]:
+    "Teachers whose calls do not fit the tools on offer, and why."
+    guessed = state.metadata.get("inferred_tools", ())
+    faults = {name: tuple(misfits(action, state.tools, guessed)) for name, action in able.items()}
+    return {name: why for name, why in faults.items() if why}
+
+
+def _alike(chosen: Action, rejected: Action) -> bool:
+    "Whether both call tools, or neither does."
+    return bool(chosen.tool_calls) == bool(rejected.tool_calls)
 
 
 def _as_given(action: Action | str) -> Action:

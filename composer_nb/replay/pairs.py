@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,10 +29,20 @@ from .export import student_messages
 from ..traces import Action, TraceState, action_text
 
 # %% auto #0
-__all__ = ['TeacherActions', 'extract_dpo_pairs', 'PairReport', 'consensus_table']
+__all__ = ['TeacherActions', 'VoteOptions', 'extract_dpo_pairs', 'PairReport', 'consensus_table']
 
 # %% ../../nbs/replay/32_pairs.ipynb #c007-1b97f8
 TeacherActions = Mapping[str, Replies]
+
+
+class VoteOptions(TypedDict, total=False):
+    "How teachers vote; `consensus` has the meanings and the defaults."
+
+    judge: TextJudge
+    min_margin: int
+    ordered: bool
+    teachers: Sequence[str] | None
+    unlike: bool
 
 
 def extract_dpo_pairs(
@@ -40,25 +50,22 @@ def extract_dpo_pairs(
     teacher_actions: TeacherActions | Any,
     agreement_threshold: int = 2,
     *,
-    judge: TextJudge = exact,
-    min_margin: int = 1,
-    ordered: bool = False,
     render: Callable[[Action], str] = action_text,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    teachers: Sequence[str] | None = None,
+    **vote: Unpack[VoteOptions],
 ) -> list[DPOPair]:
     """One pair for each state where at least `agreement_threshold` teachers agree with each other and not
     with the student.
 
-    `teacher_actions`: state id to {teacher: action}, or an object with that mapping as `.actions`.
-    `min_margin`: by how many teachers the winners must lead. `render`: action to text. `teachers`: everyone
-    who could have been asked, by default all who occur. Raises ValueError for duplicate or unknown state ids
-    and as `consensus` does.
+    `teacher_actions`: state id to {teacher: action}, or an object with that mapping as `.actions`. `render`:
+    action to text. `vote`: `judge`, `min_margin`, `ordered`, `unlike` as in `consensus`, and `teachers`,
+    everyone who could have been asked, by default all who occur. Raises ValueError for duplicate or unknown
+    state ids and as `consensus` does.
     """
-    pairs = []
-    options = {"judge": judge, "min_margin": min_margin, "ordered": ordered, "teachers": teachers}
-    facts = {"judge": judge_name(judge), "threshold": agreement_threshold, "min_margin": min_margin}
-    for state, found in _decided(states, teacher_actions, agreement_threshold, **options):
+    pairs, ordered, teachers = [], vote.get("ordered", False), vote.get("teachers")
+    facts = {"judge": judge_name(vote.get("judge", exact)), "threshold": agreement_threshold}
+    facts |= {"min_margin": vote.get("min_margin", 1)}
+    for state, found in _decided(states, teacher_actions, agreement_threshold, **vote):
         if found.outcome == "pair":
             shown = (
                 state.messages
@@ -156,11 +163,14 @@ def _decided(
 # %% ../../nbs/replay/32_pairs.ipynb #c015-adffe2
 @dataclass(frozen=True)
 class PairReport:
-    "How many states had each outcome at one threshold, and how large the winning groups of the pairs were."
+    """How many states had each outcome at one threshold, how large the winning groups of the pairs were, and
+    how many calls of each teacher did not fit the tools on offer.
+    """
 
     threshold: int
     outcomes: Mapping[Outcome, int]
     group_sizes: Mapping[int, int]
+    invalid: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def states(self) -> int:
@@ -176,20 +186,16 @@ def consensus_table(
     states: Iterable[TraceState],
     teacher_actions: TeacherActions | Any,
     thresholds: Sequence[int] | None = None,
-    *,
-    judge: TextJudge = exact,
-    min_margin: int = 1,
-    ordered: bool = False,
-    teachers: Sequence[str] | None = None,
+    **vote: Unpack[VoteOptions],
 ) -> list[PairReport]:
     """One report for each threshold, by default for 1 up to the number of teachers.
 
     Raises as `extract_dpo_pairs` does.
     """
     states, reports, none = list(states), [], dict.fromkeys(get_args(Outcome), 0)
-    options = {"judge": judge, "min_margin": min_margin, "ordered": ordered, "teachers": teachers}
-    for threshold in thresholds or range(1, len(_everyone(teacher_actions, teachers)) + 1):
-        found = [one for _, one in _decided(states, teacher_actions, threshold, **options)]
+    for threshold in thresholds or range(1, len(_everyone(teacher_actions, vote.get("teachers"))) + 1):
+        found = [one for _, one in _decided(states, teacher_actions, threshold, **vote)]
         sizes = Counter(one.sizes[0] for one in found if one.outcome == "pair")
-        reports.append(PairReport(threshold, none | Counter(one.outcome for one in found), sizes))
+        invalid = Counter(name for one in found for name in one.invalid)
+        reports.append(PairReport(threshold, none | Counter(one.outcome for one in found), sizes, invalid))
     return reports

@@ -34,6 +34,7 @@ from composer_nb.traces.state import (
     tool_call,
     vendor_of,
 )
+from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
     "INGESTERS",
@@ -55,6 +56,7 @@ __all__ = [
     "TraceState",
     "action_message",
     "action_text",
+    "builtin_tools",
     "content_text",
     "decode_line",
     "file_format",
@@ -62,6 +64,7 @@ __all__ = [
     "load_states",
     "log_files",
     "message_action",
+    "misfits",
     "parse_action",
     "record_format",
     "record_state",
@@ -69,4 +72,5 @@ __all__ = [
     "state_record",
     "tool_call",
     "vendor_of",
+    "with_tools",
 ]

@@ -1,0 +1,178 @@
+"""Tools in every state: what is documented, what calls show, and which calls fit."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.replay.consensus import consensus
+from composer_nb.replay.pairs import consensus_table, extract_dpo_pairs
+from composer_nb.traces import Action, ToolCall, TraceState
+from composer_nb.traces.tools import builtin_tools, json_type, misfits, name_of, seen_tools, with_tools
+
+ASK = [{"role": "user", "content": "Go."}]
+
+
+def call(name, arguments=None, **more):
+    return Action(tool_calls=(ToolCall(name, more if arguments is None else arguments),))
+
+
+def state(action, place="a.jsonl:1", **more):
+    return TraceState(f"{place}", ASK, action, source=place, **more)
+
+
+# --- schemas ----------------------------------------------------------------------------------------
+
+
+def test_documented_tools_are_function_schemas_with_their_required_arguments() -> None:
+    tools = builtin_tools("claude-code")
+    assert len({name_of(tool) for tool in tools}) == len(tools) > 10
+    for tool in tools:
+        parameters = tool["function"]["parameters"]
+        assert (
+            set(parameters["required"]) <= set(parameters["properties"]) and tool["function"]["description"]
+        )
+        json.dumps(tool)
+
+
+def test_an_unknown_agent_and_a_schema_of_nothing_are_named() -> None:
+    with pytest.raises(ValueError, match="agent='vim'; known: claude-code"):
+        builtin_tools("vim")
+    with pytest.raises(ValueError, match="not the schema of a function"):
+        name_of({"type": "function"})
+    with pytest.raises(ValueError, match="more than one schema of a"):
+        next(with_tools([state(call("a"))], tools=[{"name": "a"}, {"function": {"name": "a"}}]))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON, max_size=3), min_size=1, max_size=5))
+def test_every_call_fits_the_schema_that_was_inferred_from_it(calls) -> None:
+    actions = [call("tool", arguments) for arguments in calls]
+    schema = seen_tools(actions)["tool"].schema("tool")
+    for action in actions:
+        assert misfits(action, [schema]) == [] == misfits(action, [schema], inferred=["tool"])
+    assert set(schema["function"]["parameters"]["required"]) == set.intersection(*map(set, calls))
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a" * 65, "a.b", "<tool>"])
+def test_a_name_that_no_schema_may_have_is_not_inferred(name) -> None:
+    assert seen_tools([call(name, {})]) == {}
+
+
+def test_types() -> None:
+    values = [None, True, 1, 1.5, "x", {}, []]
+    assert [json_type(v) for v in values] == [
+        "null",
+        "boolean",
+        "integer",
+        "number",
+        "string",
+        "object",
+        "array",
+    ]
+    schema = seen_tools([call("t", x=1), call("t", x=1.5), call("t", x=None)])["t"].schema("t")
+    assert schema["function"]["parameters"]["properties"]["x"]["type"] == ["null", "number"]
+
+
+# --- states -----------------------------------------------------------------------------------------
+
+
+def test_all_states_of_a_session_get_what_any_of_them_called_and_no_other_session() -> None:
+    states = [state(call("one"), "a:1"), state(call("two"), "a:2"), state(call("three"), "b:1")]
+    names = [[name_of(t) for t in s.tools] for s in with_tools(states)]
+    assert names == [["one", "two"], ["one", "two"], ["three"]]
+
+
+def test_what_is_known_comes_before_what_is_inferred() -> None:
+    mine = {"name": "deploy", "parameters": {"type": "object", "properties": {}}}
+    states = [state(call("Bash", command="ls")), state(call("deploy", where="x"), "a.jsonl:2")]
+    found = list(with_tools(states, tools=[mine], agent="claude-code"))
+    assert found[0].tools[0] is mine and "inferred_tools" not in found[0].metadata
+    assert sum(name_of(t) == "Bash" for t in found[1].tools) == 1
+    bash = {"name": "Bash", "parameters": {}}
+    assert next(with_tools(states, tools=[bash], agent="claude-code")).tools[0] is bash
+
+
+def test_a_state_with_tools_and_one_without_anything_to_add_stay_the_same_object() -> None:
+    own = state(call("x"), tools=[{"name": "x"}])
+    plain = state(Action("prose"))
+    assert next(with_tools([own], agent="claude-code")) is own
+    assert (
+        next(with_tools([plain])) is plain and next(with_tools([state(call("x"))], infer=False)).tools == ()
+    )
+
+
+def test_the_system_message_is_put_first_once() -> None:
+    first = next(with_tools([state(Action("prose"))], system="Be brief."))
+    assert first.messages[0] == {"role": "system", "content": "Be brief."} and len(first.messages) == 2
+    assert next(with_tools([first], system="Be long.")).messages == first.messages
+
+
+# --- what fits --------------------------------------------------------------------------------------
+
+TOOLS = builtin_tools("claude-code")
+
+
+@pytest.mark.parametrize(
+    "action, says",
+    [
+        (call("Read", file_path="a"), None),
+        (call("Read", file_path="a", limit=3), None),
+        (call("Read", file_path="a", limit=3.0), None),
+        (Action("prose"), None),
+        (call("read", file_path="a"), "'read' is not on offer"),
+        (call("Read", limit=3), "'file_path' is missing"),
+        (call("Read", file_path=None), "'file_path' is null, not string"),
+        (call("Read", "file_path=a"), "no JSON object"),
+    ],
+)
+def test_calls_that_fit_and_calls_that_do_not(action, says) -> None:
+    found = misfits(action, TOOLS)
+    assert found == [] if says is None else len(found) == 1 and says in found[0]
+    assert misfits(action, []) == []  # nothing is on offer, so nothing is asked
+
+
+def test_an_unknown_argument_is_a_fault_only_where_the_schema_says_so() -> None:
+    strict = {"name": "t", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+    assert misfits(call("t", x=1), [strict]) == ["t: 'x' is unknown"]
+    assert misfits(call("t", x=1), [strict], inferred=["t"]) == []
+
+
+# --- votes ------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_does_not_fit_is_counted_and_never_chosen() -> None:
+    asked = state(call("Read", file_path="a"), tools=TOOLS)
+    wrong, right = call("Read", path="b"), call("Read", file_path="b")
+    found = consensus(asked, {"A": wrong, "B": wrong, "C": right, "D": right})
+    assert found.outcome == "pair" and found.winner == right and found.abstentions == ("A", "B")
+    assert found.invalid == {"A": ("Read: 'file_path' is missing",), "B": ("Read: 'file_path' is missing",)}
+    assert consensus(asked, {"A": wrong, "B": wrong}).outcome == "no_replies"
+    (report,) = consensus_table([asked], {asked.state_id: {"A": wrong, "B": right}}, [1])
+    assert report.invalid == {"A": 1} and report.outcomes["pair"] == 1
+
+
+def test_two_that_only_talk_do_not_beat_a_call_unless_asked_for() -> None:
+    asked = state(call("Bash", command="pytest"), tools=TOOLS)
+    talk = {"A": Action("OK."), "B": Action("OK.")}
+    assert consensus(asked, talk).outcome == "unlike"
+    assert extract_dpo_pairs([asked], {asked.state_id: talk}) == []
+    (pair,) = extract_dpo_pairs([asked], {asked.state_id: talk}, unlike=True)
+    assert pair.chosen == "OK."
+    assert consensus_table([asked], {asked.state_id: talk}, [2])[0].outcomes["unlike"] == 1
+    prose = state(Action("I am done."), tools=TOOLS)
+    assert consensus(prose, {n: call("Bash", command="ls") for n in "AB"}).outcome == "unlike"
+    assert consensus(prose, talk).outcome == "pair"
+
+
+def test_an_option_that_votes_do_not_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="judges"):
+        extract_dpo_pairs([state(call("x"))], {}, judges=None)
