@@ -266,7 +266,7 @@ def _shortest(able: Mapping[str, Action], names: Sequence[str]) -> str:
     "The teacher whose text is shortest, then first in the alphabet."
     return min((len(text := action_text(able[name])), text, name) for name in names)[-1]
 
-
+# %% ../../nbs/replay/30_consensus.ipynb #c022-able00
 def _able(given: Action | str | None) -> Action | None:
     "The action, or None for one that did nothing or whose call cannot be read."
     action = None if given is None else read_action(given)

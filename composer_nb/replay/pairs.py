@@ -44,7 +44,7 @@ class VoteOptions(TypedDict, total=False):
     teachers: Sequence[str] | None
     unlike: bool
 
-
+# %% ../../nbs/replay/32_pairs.ipynb #c007-pairs0
 def extract_dpo_pairs(
     states: Iterable[TraceState],
     teacher_actions: TeacherActions | Any,

@@ -124,7 +124,7 @@ def with_tools(
     given += [tool for tool in (builtin_tools(agent) if agent else ()) if name_of(tool) not in named]
     return _equipped(states, given, infer, system)
 
-
+# %% ../../nbs/data/09_tools.ipynb #tools018
 def _equipped(
     states: Iterable[TraceState], given: list[Schema], infer: bool, system: str
 ) -> Iterator[TraceState]:
