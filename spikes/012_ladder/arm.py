@@ -65,8 +65,6 @@ def refuse(spec: dict) -> None:
     for name, known in CHOICES.items():
         if spec[name] not in known:
             raise ValueError(f"{name}={spec[name]!r} is none of {', '.join(known)}")
-    if spec["start_hinted"] and spec["start_share"]:
-        raise ValueError("start_hinted and start_share are two kinds of start: set one of them")
     if not 0 <= spec["start_hinted"] <= 1 or bool(spec["start_hinted"]) != bool(spec["start_kinds"]):
         raise ValueError(f"start_hinted={spec['start_hinted']}, start_kinds={spec['start_kinds']}: a share in [0, 1] of some kinds")
     if unfair := sorted(set(spec["start_kinds"]) & set(spec["rules"])):
@@ -92,6 +90,11 @@ def questions_of(spec: dict) -> tuple[list[ToolQuestion], list[ToolQuestion]]:
     return mine, other[: spec["questions"]]
 
 
+def spread(share: float, count: int) -> list[bool]:
+    """`count` places, a `share` of them true, evenly spread."""
+    return [int((i + 1) * share) > int(i * share) for i in range(count)]
+
+
 class Start(HouseRules):
     """What all arms begin from: these questions, answered without rules but for a `share` of the answers, spread evenly.
     That share is the dial: how often the model keeps the rules by itself afterwards.
@@ -105,8 +108,7 @@ class Start(HouseRules):
 
     def tasks(self, split: str, count: int, seed: int = 0) -> list[tuple[ToolQuestion, bool]]:
         drawn = random.Random(seed)
-        kept = [int((i + 1) * self.share) > int(i * self.share) for i in range(count)]
-        return [(drawn.choice(self.mine), one) for one in kept]
+        return [(drawn.choice(self.mine), one) for one in spread(self.share, count)]
 
     def episode(self, task: tuple[ToolQuestion, bool]) -> HouseEpisode:
         return super().episode(task[0])
@@ -117,14 +119,17 @@ class Start(HouseRules):
 
 def hinted_start(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> list[float]:
     """A start in which a share `start_hinted` of the answers, spread evenly, keeps a rule of `start_kinds` that the
-    hint above it says; the others are plain. Cross entropy per token and step.
+    hint above it says; the others have no hint, and a share `start_share` of them keeps the rules that an arm has to
+    find. Cross entropy per token and step.
     """
     drawn, placer, losses = random.Random(0), Padding("right", tokenizer.pad_token_id), []
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-5, weight_decay=0.0)
     policy.eval()
-    kept = [int((i + 1) * spec["start_hinted"]) > int(i * spec["start_hinted"]) for i in range(4 * spec["start_steps"])]
+    hinted = spread(spec["start_hinted"], 4 * spec["start_steps"])
+    bare = iter(spread(spec["start_share"], hinted.count(False)))
+    plan = [(True, False) if one else (False, next(bare)) for one in hinted]
     for step in range(spec["start_steps"]):
-        rows = [told(tokenizer, drawn, questions, spec, hinted) for hinted in kept[4 * step : 4 * step + 4]]
+        rows = [told(tokenizer, drawn, questions, spec, *how) for how in plan[4 * step : 4 * step + 4]]
         loss, _ = verified_channel(policy, verified_rows(*zip(*rows), placer), LossConfig.preset("verified"))
         loss.backward()
         optimizer.step()
@@ -134,9 +139,11 @@ def hinted_start(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion],
 
 
 def told(
-    tokenizer: Any, drawn: random.Random, questions: Sequence[ToolQuestion], spec: dict, hinted: bool
+    tokenizer: Any, drawn: random.Random, questions: Sequence[ToolQuestion], spec: dict, hinted: bool, kept: bool
 ) -> tuple[list[int], list[int]]:
-    """A prompt, with a hint above the answer if `hinted` and if the rule asks for anything here, and its answer."""
+    """A prompt and its answer: with a hint above it if `hinted` and if the rule of that hint asks for anything here; else
+    without one, and under the hidden rules if `kept`.
+    """
     question, family = drawn.choice(questions), HouseRules(())
     messages, plain = family.episode(question).messages(), family.reference(question)[0]
     bare, end = encode(tokenizer, render(tokenizer, messages)), [tokenizer.eos_token_id]
@@ -145,7 +152,8 @@ def told(
         if hint := house_hints(answered(plain, question, rules), question, rules).get(spec["wording"]):
             context = hinted_context_ids(tokenizer, messages, hint, bare)
             return context, encode(tokenizer, HouseRules(rules).reference(question)[0]) + end
-    return bare, encode(tokenizer, plain) + end
+    hidden = HouseRules(rules_of(0, spec["rule_seed"], spec["rules"]))
+    return bare, encode(tokenizer, hidden.reference(question)[0] if kept else plain) + end
 
 
 class Reading:
