@@ -369,10 +369,13 @@ def run_page(
 
 
 class Queue:
-    """Pages by the extras they need: a worker stays with one set of extras while there are pages of it."""
+    """Pages by the extras they need: a worker stays with one set of extras while there are pages of it.
+
+    The book's last pages come first: they train, and what takes long must not be left for the end.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs, self.lock = list(jobs), threading.Lock()
+        self.jobs, self.lock = list(reversed(jobs)), threading.Lock()
         self.taken: dict[tuple[str, ...], int] = {}
 
     def next(self, mine: set[tuple[str, ...]]) -> Job | None:
