@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .replay.command import app as replay
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
 # %% auto #0
@@ -20,6 +21,7 @@ __all__ = ['app', 'PASSED_ON', 'ladder', 'tools', 'version', 'wheelhouse', 'serv
 
 # %% ../nbs/launching/90_cli.ipynb #e34cb701
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.add_typer(replay, name="replay")
 
 
 @app.callback()

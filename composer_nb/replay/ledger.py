@@ -11,6 +11,7 @@ import math
 import os
 import queue
 import threading
+import time
 import warnings
 import zlib
 from collections import Counter
@@ -50,13 +51,17 @@ def decode_line(line: bytes) -> dict[str, Any]:
 # %% ../../nbs/replay/10_ledger.ipynb #c011-299b91
 @dataclass(frozen=True)
 class OpenRequest:
-    "A request on disk that no reply has closed: in flight now, or when an earlier run was killed."
+    """A request on disk that no reply has closed: in flight now, or when an earlier run was killed.
+
+    `at`: when it was written, seconds since 1970; 0 in files of versions that did not say.
+    """
 
     key: str
     teacher: str
     state_id: str
     attempt: int
     reserved_usd: float
+    at: float = 0.0
 
 
 def bill_of(reply: TeacherReply) -> float | None:
@@ -78,11 +83,12 @@ class _Books:
     def apply(self, record: Mapping[str, Any]) -> None:
         "Raises ValueError for a record of unknown kind, or one that closes a request which is not open."
         if record["kind"] == "request":
-            request = OpenRequest(**{name: record[name] for name in OpenRequest.__dataclass_fields__})
+            known = OpenRequest.__dataclass_fields__.keys() & record.keys()
+            request = OpenRequest(**{name: record[name] for name in known})
             self.open[request.key, request.attempt] = request
             self.attempts[request.key] = max(request.attempt, self.attempts[request.key])
             self.reserved += _pico(request.reserved_usd, "a reservation")
-        elif record["kind"] in ("reply", "release"):
+        elif record["kind"] in ("reply", "release", "settle"):
             self._close(record)
         else:
             raise ValueError(f"a record of kind {record['kind']!r} is not known to this version")
@@ -91,13 +97,12 @@ class _Books:
         reply = TeacherReply.from_record(record["reply"]) if record["kind"] == "reply" else None
         request = self.open.pop((record["key"], record["attempt"]), None)
         if request is None:
-            raise ValueError(
-                f"request {record['key'][:12]} has no open attempt {record['attempt']}: write the request "
-                f"first"
-            )
+            which = f"request {record['key'][:12]} has no open attempt {record['attempt']}"
+            raise ValueError(f"{which}: write the request first")
         held = _pico(request.reserved_usd, "a reservation")
         self.reserved -= held
         if reply is None:
+            self.spent += _pico(record["usd"], "a bill") if record["kind"] == "settle" else 0
             return
         self.replies[request.key] = reply
         paid = held if reply.cost_usd is None else _pico(reply.cost_usd, "a bill")
@@ -143,7 +148,7 @@ def _load(books: _Books, lines: list[bytes], path: Path) -> None:
             books.apply(decode_line(line))
         except (ValueError, KeyError, TypeError) as error:
             remedy = (
-                "take the file from a copy, or remove this line: a reply lost with it is asked and paid again"
+                "take the file from a copy, or run `composer-nb replay repair` on it: other lines are kept"
             )
             raise ValueError(f"{path}:{number} is damaged ({error}); {remedy}") from error
 
@@ -287,7 +292,7 @@ class _Desk:
             self.books.attempts[key] += 1
             facts = {"teacher": request.teacher, "model": request.model, "state_id": state_id}
             record = {"kind": "request", "key": key, "attempt": self.books.attempts[key], **facts}
-            return self._put(record | {"reserved_usd": float(reserved_usd)})
+            return self._put(record | {"reserved_usd": float(reserved_usd), "at": round(time.time(), 3)})
 
     def close(self, kind: str, key: str, attempt: int | None, **rest: Any) -> Future:
         with self.lock:
@@ -386,6 +391,11 @@ class _Writes:
 
     def release_sync(self, request: TeacherRequest, attempt: int | None = None, reason: str = "") -> None:
         self._desk.close("release", request.key, attempt, reason=reason).result()
+
+    def settle_sync(self, request: OpenRequest, usd: float, reason: str) -> None:
+        "Write what an open attempt cost without a reply; ValueError unless `usd` is finite and not negative."
+        _pico(usd, "a bill")
+        self._desk.close("settle", request.key, request.attempt, usd=float(usd), reason=reason).result()
 
     def _put_reply(self, reply: TeacherReply, attempt: int | None) -> Future:
         record = replace(reply, cost_usd=bill_of(reply)).to_record()

@@ -1,0 +1,127 @@
+"""A damaged ledger is repaired: no intact line is lost, and what is committed never falls."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.replay.ledger import Ledger, LedgerInUse, OpenRequest
+from composer_nb.replay.protocol import TeacherReply, TeacherRequest
+from composer_nb.replay.repair import repair_ledger
+from composer_nb.traces import Action
+
+
+def question(i: int) -> TeacherRequest:
+    return TeacherRequest("rule", "rule-1", ({"role": "user", "content": f"What is {i}?"},))
+
+
+def written(path, draw: random.Random, count: int) -> dict[str, str]:
+    """A ledger of `count` questions, answered, released, settled or open; the text of each answer by key."""
+    answers = {}
+    with Ledger(path) as ledger:
+        for i in range(count):
+            asked = question(i)
+            ledger.request_sync(asked, draw.choice((0.0, 0.01, 0.25)), f"s/{i}")
+            how = draw.choice(("reply", "reply", "release", "settle", "open"))
+            if how == "reply":
+                answers[asked.key] = str(i)
+                ledger.reply_sync(TeacherReply(asked.key, "rule", Action(str(i)), cost_usd=draw.choice((None, 0.005))))
+            elif how == "release":
+                ledger.release_sync(asked)
+            elif how == "settle":
+                ledger.settle_sync(ledger.open_requests[-1], 0.003, "as billed")
+    return answers
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 4))
+def test_intact_lines_stay_and_commitments_do_not_fall(tmp_path_factory, seed, count, hits):
+    draw, path = random.Random(seed), tmp_path_factory.mktemp("repair") / "replay.jsonl"
+    answers = written(path, draw, count)
+    before = Ledger(path, offline=True).committed_usd
+    lines = path.read_bytes().splitlines(keepends=True)
+    struck = set(draw.sample(range(1, len(lines)), min(hits, len(lines) - 1)))
+    for i in struck:
+        number = lines[i].find(b'"reserved_usd"')  # what a line reserved is the one thing that cannot be guessed
+        place = draw.choice([p for p in range(8, len(lines[i]) - 1) if number < 0 or not number - 1 <= p < number + 22])
+        lines[i] = lines[i][:place] + bytes([lines[i][place] ^ 1 or 1]) + lines[i][place + 1 :]
+    damaged = [line for i, line in enumerate(lines) if i in struck]
+    path.write_bytes(b"".join(lines))
+    done = repair_ledger(path)
+    torn = b"".join(damaged).count(b"\n")  # a byte may have become a newline
+    assert done.damaged >= len(struck) and done.kept == len(lines) - 1 - len(struck) and torn >= len(struck)
+    kept = {key for key in answers if any(key.encode() in line and b'"kind":"reply"' in line for i, line in enumerate(lines) if i not in struck)}
+    with Ledger(path) as ledger:
+        assert {key: ledger.known(key).action.text for key in kept} == {key: answers[key] for key in kept}
+        assert ledger.committed_usd >= before - 0.005 * len(struck)  # a bill over a reservation of 0 may be what was lost
+        assert ledger.committed_usd >= ledger.spent_usd
+    aside = path.with_name("replay.jsonl.damaged").read_bytes()
+    assert all(piece in aside for line in damaged for piece in line.split(b"\n") if piece)
+    assert repair_ledger(path).damaged == 0
+
+
+def test_a_lost_request_is_held_at_the_largest_reservation(tmp_path):
+    path = tmp_path / "replay.jsonl"
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(0), 0.5)
+        ledger.request_sync(question(1), 0.25)
+    path.write_bytes(path.read_bytes().replace(b'"reserved_usd":0.25', b'"reserved_usd":0.01'))
+    done = repair_ledger(path)
+    assert (done.kept, done.damaged, done.held_usd) == (1, 1, 0.5)
+    with Ledger(path) as ledger:
+        assert ledger.committed_usd == 1.0
+        ledger.settle_sync(ledger.open_requests[-1], 0.01, "looked up")
+        assert ledger.committed_usd == 0.51
+
+
+def test_a_lost_reply_leaves_its_question_open(tmp_path):
+    path = tmp_path / "replay.jsonl"
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(0), 0.5)
+        ledger.reply_sync(TeacherReply(question(0).key, "rule", Action("x"), cost_usd=0.1))
+    path.write_bytes(path.read_bytes().replace(b'"text":"x"', b'"text":"y"'))
+    done = repair_ledger(path)
+    assert (done.damaged, done.held_usd) == (1, 0.0)
+    with Ledger(path) as ledger:
+        assert ledger.known(question(0).key) is None and ledger.committed_usd == 0.5
+
+
+def test_a_whole_ledger_is_left_alone_and_a_stranger_is_refused(tmp_path):
+    path = tmp_path / "replay.jsonl"
+    written(path, random.Random(0), 5)
+    content = path.read_bytes()
+    assert repair_ledger(path).damaged == 0 and path.read_bytes() == content
+    assert not path.with_name("replay.jsonl.damaged").exists()
+    (tmp_path / "notes.txt").write_text("my notes\n")
+    with pytest.raises(ValueError, match="no line that a ledger wrote"):
+        repair_ledger(tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "my notes\n"
+    with Ledger(path), pytest.raises(LedgerInUse):
+        repair_ledger(path)
+    path.write_bytes(content[:-20])  # a torn last line
+    done = repair_ledger(path)
+    assert done.damaged == 1 and path.read_bytes().endswith(b"\n")
+
+
+def test_a_damaged_first_line_is_replaced(tmp_path):
+    path = tmp_path / "replay.jsonl"
+    answers = written(path, random.Random(3), 6)
+    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":7', 1))
+    assert repair_ledger(path).damaged == 1
+    with Ledger(path) as ledger:
+        assert all(ledger.known(key).action.text == text for key, text in answers.items())
+
+
+def test_ages_are_there_and_older_files_have_none(tmp_path):
+    with Ledger(tmp_path / "a.jsonl") as ledger:
+        ledger.request_sync(question(0), 0.1)
+        assert ledger.open_requests[0].at > 1.7e9
+    assert OpenRequest("k", "t", "s", 1, 0.1).at == 0.0
+    with Ledger(tmp_path / "b.jsonl") as ledger:
+        ledger.request_sync(question(0), 0.1)
+        for usd in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="a bill is"):
+                ledger.settle_sync(ledger.open_requests[0], usd, "")
+        ledger.settle_sync(ledger.open_requests[0], 0.2, "more than reserved")
+        assert (ledger.spent_usd, ledger.committed_usd, ledger.open_requests) == (0.2, 0.2, ())

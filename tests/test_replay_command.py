@@ -1,0 +1,225 @@
+"""`composer-nb replay` from a folder of sessions to a data set, interrupted, refused, and at no double price."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import disable_progress_bars, load_dataset
+from typer.testing import CliRunner
+
+from composer_nb.cli import app
+from composer_nb.drills.teacher_server import FaultServer
+from composer_nb.replay.dataset import load_pairs
+from composer_nb.replay.ledger import Ledger
+from composer_nb.replay.plan import read_plan, teachers_of
+from composer_nb.replay.protocol import TeacherRequest
+from composer_nb.traces import load_states
+
+disable_progress_bars()
+NAMES = ("tool", "tool_text", "ok")
+PRICE = {"prompt": 1e-6, "completion": 4e-6}
+
+
+def replay(*words: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["replay", *map(str, words)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def session(number: int) -> dict:
+    call = {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "b.py"}'}}
+    return {"model": "acme/one", "messages": [
+        {"role": "user", "content": f"{number}. What does a.py do? Write to mary@example.org."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "no such file", "status": "error"},
+        {"role": "assistant", "content": "There is none."},
+    ]}  # fmt: skip
+
+
+def folder_of(place: Path, base_url: str, sessions: int = 3, **more: object) -> Path:
+    """Logs of some sessions, read and redacted, and a plan with three priced teachers."""
+    (place / "logs").mkdir()
+    for i in range(sessions):
+        (place / "logs" / f"{i}.jsonl").write_text(json.dumps(session(i)) + "\n")
+    assert replay("ingest", place / "logs", "--out", place / "states.jsonl")[0] == 0
+    assert replay("redact", place / "states.jsonl", "--out", place / "clean.jsonl")[0] == 0
+    prices = {"date": "2026-11-01", "source": "invented", "models": dict.fromkeys(NAMES, PRICE)}
+    (place / "prices.json").write_text(json.dumps(prices))
+    plan = {"states": "clean.jsonl", "ceiling_usd": 1.0, "prices": "prices.json"}
+    plan["teachers"] = [{"model": name, "base_url": base_url} for name in NAMES]
+    (place / "replay.yaml").write_text(yaml.safe_dump(plan | more))
+    return place / "replay.yaml"
+
+
+@pytest.fixture
+def server():
+    with FaultServer() as made:
+        yield made
+
+
+def test_from_a_folder_to_a_data_set(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url)
+    assert "mary@example.org" not in (tmp_path / "clean.jsonl").read_text()
+    code, said, _ = replay("estimate", plan)
+    assert code == 0 and "6 states: 18 calls to make" in said
+    code, said, _ = replay("run", plan)
+    assert code == 3 and "Add --pay" in said and not server.requests() and not (tmp_path / "replies.jsonl").exists()
+    assert replay("run", plan, "--pay")[0] == 0 and server.requests().total() == 18
+    assert replay("run", plan)[0] == 0 and server.requests().total() == 18  # nothing left to ask: no --pay
+    code, said, _ = replay("status", plan)
+    assert code == 0 and "tool: 6 questions, 6 actions, 0 skipped, 0 no reply" in said and "0.0000 reserved" in said
+    code, said, _ = replay("pairs", plan)
+    assert code == 0 and "threshold 2: 3 pair, 3 unlike <- this plan" in said
+    assert [p.n_teachers_agreeing for p in load_pairs(tmp_path / "pairs.jsonl")] == [2, 2, 2]
+    code, said, _ = replay("export", plan, "--out", tmp_path / "data")
+    rows = load_dataset("parquet", data_files=str(tmp_path / "data" / "pairs.parquet"), split="train", cache_dir=str(tmp_path / "c"))
+    assert code == 0 and len(rows) == 3 and rows[0]["rejected"][0]["tool_calls"][0]["function"]["arguments"] == {"path": "b.py"}
+    assert json.loads(rows[0]["tools"])[0]["function"]["name"] == "read_file"  # inferred from the session's calls
+
+
+def test_pairs_for_a_student_are_texts(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 1, student="smollm2-135m")
+    assert replay("run", plan, "--pay")[0] == 0 and replay("pairs", plan)[0] == 0
+    assert replay("export", plan, "--out", tmp_path / "data")[0] == 0
+    rows = load_dataset("parquet", data_files=str(tmp_path / "data" / "pairs.parquet"), split="train", cache_dir=str(tmp_path / "c"))
+    assert "tools" not in rows.column_names and "<tool_call>" in rows[0]["chosen"][0]["content"]
+
+
+def test_half_a_replay_says_so(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 2)
+    told = yaml.safe_load(plan.read_text())
+    plan.write_text(yaml.safe_dump(told | {"teachers": told["teachers"][:2]}))
+    assert replay("run", plan, "--pay")[0] == 0
+    plan.write_text(yaml.safe_dump(told))
+    code, said, why = replay("pairs", plan)
+    assert code == 3 and "4 questions have no reply yet" in why and "pairs.jsonl: 2 pairs" in said
+
+
+def test_a_ceiling_ends_a_run_with_something_left(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 2)
+    told, states = read_plan(plan), list(load_states(tmp_path / "clean.jsonl"))
+    worst = max(t.worst_case_usd(t.request(s)) for t in teachers_of(told) for s in states)
+    ceiling = worst + 1e-4  # room for one call at a time, until a few have been paid
+    plan.write_text(yaml.safe_dump(yaml.safe_load(plan.read_text()) | {"ceiling_usd": ceiling}))
+    code, _, why = replay("run", plan, "--pay")
+    assert code == 3 and "ceiling" in why
+    with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
+        assert ledger.committed_usd <= ceiling and 0 < len(ledger) < 12
+
+
+def test_open_calls_are_listed_and_settled(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 1)
+    assert replay("run", plan, "--pay")[0] == 0
+    with Ledger(tmp_path / "replies.jsonl") as ledger:
+        for name in ("tool", "ok"):
+            ledger.request_sync(TeacherRequest(name, name, ({"role": "user", "content": "x"},)), 0.25, "s")
+        keys = [one.key for one in ledger.open_requests]
+    code, said, _ = replay("status", plan)
+    assert code == 0 and "0.5000 reserved" in said and f"{keys[0][:16]} tool s: 0.2500 USD, open for 0 s" in said
+    code, _, why = replay("settle", tmp_path / "replies.jsonl", "f0f0", "--usd", "0")
+    assert code == 1 and "names 0 open calls" in why
+    code, said, _ = replay("settle", tmp_path / "replies.jsonl", keys[0][:16], "--usd", "0.01", "--why", "as billed")
+    assert code == 0 and "0.2500 reserved" in said
+    code, _, why = replay("settle", tmp_path / "replies.jsonl", keys[1], "--usd", "-1")
+    assert code == 1 and "negative" in why
+    assert replay("settle", tmp_path / "none.jsonl", "a", "--usd", "0")[0] == 1
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_damaged_ledger_is_repaired(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 1)
+    assert replay("run", plan, "--pay")[0] == 0
+    path = tmp_path / "replies.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"read_file", b"tead_file", 1))
+    code, _, why = replay("run", plan, "--pay")
+    assert code == 1 and "composer-nb replay repair" in why
+    code, said, _ = replay("repair", path)
+    assert code == 0 and "1 damaged" in said and "replies.jsonl.damaged" in said
+    assert replay("run", plan, "--pay")[0] == 0 and server.requests().total() == 7  # one is asked again
+
+
+def test_errors_are_one_line_and_no_trace(tmp_path):
+    for words in (
+        ("ingest", tmp_path / "none"), ("redact", tmp_path / "none.jsonl"), ("estimate", tmp_path / "none.yaml"),
+        ("run", tmp_path / "none.yaml"), ("pairs", tmp_path / "none.yaml"), ("export", tmp_path / "none.yaml"),
+        ("status", tmp_path / "none.yaml"), ("repair", tmp_path / "none.jsonl"),
+    ):  # fmt: skip
+        code, _, why = replay(*words)
+        assert code == 1 and why.splitlines()[-1].startswith(f"composer-nb replay {words[0]}: ") and "none" in why
+    (tmp_path / "a.jsonl").write_text(json.dumps(session(0)) + "\n{\n")
+    code, said, _ = replay("ingest", tmp_path / "a.jsonl", "--out", tmp_path / "states.jsonl")
+    assert code == 3 and "1 bad lines" in said and "states.jsonl: 2 states" in said
+    code, said, _ = replay("ingest", tmp_path / "a.jsonl", "--out", tmp_path / "errors.jsonl", "--errors-only")
+    assert "errors.jsonl: 1 states" in said
+    code, _, why = replay("redact", tmp_path / "states.jsonl", "--out", tmp_path / "states.jsonl")
+    assert code == 1 and "is the file that is read" in why
+    (tmp_path / "tools.json").write_text('{"name": "x"}')
+    code, _, why = replay("ingest", tmp_path / "a.jsonl", "--tools", tmp_path / "tools.json")
+    assert code == 1 and "not a list of function schemas" in why
+
+
+def test_what_is_not_redacted_does_not_leave(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 1)
+    told = yaml.safe_load(plan.read_text())
+    plan.write_text(yaml.safe_dump(told | {"states": "states.jsonl", "teachers": [{"model": "tool", "base_url": "https://example.invalid/v1"}]}))
+    code, _, why = replay("run", plan, "--pay")
+    assert code == 1 and "would leave this machine" in why
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"threshold": "two"}, "threshold is 'two', not a int"),
+        ({"threshold": True}, "threshold is True"),
+        ({"ceiling_usd": "1"}, "ceiling_usd is '1', not a number"),
+        ({"ordered": 1}, "ordered is 1, not a bool"),
+        ({"teachers": {}}, "teachers is a list"),
+        ({"teachers": ["a"]}, "teachers is a list"),
+        ({"cieling": 1}, "unknown cieling"),
+        ({"states": 3}, "states is 3"),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_field(tmp_path, change, reason):
+    plan = {"states": "a", "teachers": [{"model": "x"}], "ceiling_usd": 1}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(plan | change))
+    with pytest.raises(ValueError, match=reason):
+        read_plan(tmp_path / "p.yaml")
+
+
+def test_teachers_of_a_plan(tmp_path):
+    (tmp_path / "p.yaml").write_text(
+        "states: a\nceiling_usd: 1\nteachers:\n- {model: x/y, base_url: 'http://127.0.0.1:1/v1', max_tokens: 9}\n"
+        "- {local: smollm2-135m, name: small, max_tokens: 7}\n"
+    )
+    remote, local = teachers_of(read_plan(tmp_path / "p.yaml"), weights=False)
+    assert (remote.model, remote.settings.max_tokens) == ("x/y", 9)
+    assert (local.name, local.model, local.max_tokens) == ("small", "smollm2-135m", 7)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_keeps_what_was_paid_and_goes_on(tmp_path, sign):
+    with FaultServer(delay_s=0.4) as server:
+        plan = folder_of(tmp_path, server.base_url, 12)
+        told = yaml.safe_load(plan.read_text())
+        plan.write_text(yaml.safe_dump(told | {"teachers": [one | {"concurrency": 2} for one in told["teachers"]]}))
+        command = [sys.executable, "-c", "from composer_nb.cli import main; main()", "replay", "run", str(plan), "--pay"]
+        own = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, preexec_fn=own)
+        end = time.monotonic() + 120
+        while server.billed().total() < 4 and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(sign)
+        why = process.communicate(timeout=60)[1]
+        assert process.returncode == 130 and "interrupted; run it again" in why
+        paid = server.billed().total()
+        with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
+            assert 4 <= len(ledger) == paid < 72 and not ledger.open_requests
+        assert replay("run", plan, "--pay")[0] == 0
+        assert server.billed().total() == 72
