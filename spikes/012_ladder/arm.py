@@ -38,6 +38,7 @@ from composer_nb.tasks.rollouts import Sampling, sampler
 from composer_nb.tasks.tool_calls import ToolQuestion, grade, hint_for, split_by_function
 from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer, Feedback
 from composer_nb.training.supervised_start import supervised_start
+from composer_nb.training.verified import dry_rows
 
 # Channel 2 of each arm: what it is asked for, and which hint it gets.
 ARMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -45,7 +46,10 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
     "verified": (dict(hint_mode="verified", teacher="live"), "rule"),
     "again": (dict(hint_mode="verified", teacher="live"), "neutral"),
     "distil": (dict(teacher="live", sdpo_jsd_beta=0.0), "rule"),
+    "example": (dict(hint_mode="verified", teacher="live"), "example"),
+    "references": (dict(hint_mode="verified", teacher="live"), "references"),
 }
+RETAKING = ("rule", "neutral")  # hints with which answers are sampled again; the others show what is to be said
 NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
@@ -162,11 +166,13 @@ class Reading:
     def __init__(self, spec: dict, questions: Sequence[ToolQuestion]) -> None:
         self.spec, self.questions = spec, questions
         self.rules = rules_of(0, spec["rule_seed"], spec["rules"])
+        self.latest: list[int] = []  # the questions of the batch that was graded last
 
     def turn(self, number: int, text: str) -> HouseTurn:
         return answered(text, self.questions[number], self.rules, self.spec["partial"])
 
     def reward(self, completions: Any, number: Any, **_: Any) -> list[float]:
+        self.latest = list(number)
         turns = [self.turn(n, text_of(c)) for n, c in zip(number, completions, strict=True)]
         return [float(turn.exact) if self.spec["reward"] == "exact" else turn.reward for turn in turns]
 
@@ -183,6 +189,37 @@ class Reading:
             kind = turn.broken[-1].kind if turn.broken else "call"
             found.append(Feedback(NEUTRAL if neutral else said, kind=kind) if said else None)
         return found
+
+
+class Shown(ComposerReplicationTrainer):
+    """Samples nothing again: where no answer of a group passed, it learns an answer that keeps the rules.
+
+    Arm `references`: the reference answer of that very question. Arm `example`: one question and its answer, the same
+    in every step, as long as some group failed.
+    """
+
+    reading: Reading
+
+    def _hint_fields(self, output: dict[str, Any]) -> dict[str, Any]:
+        dry = dry_rows(self._earned, self.num_generations, self.args.retake_pass)
+        bare = [ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"])]
+        rows: list[tuple[list[int], list[int]]] = [(prompt, []) for prompt in bare]
+        firsts = [row for row in range(0, len(rows), self.num_generations) if dry[row]]
+        if not firsts:
+            return {}
+        if ARMS[self.reading.spec["arm"]][1] == "example":
+            rows[firsts[0]] = shown(self.processing_class, self.reading, self.reading.spec["seed"])
+        else:
+            for row in firsts:
+                rows[row] = (bare[row], shown(self.processing_class, self.reading, self.reading.latest[row])[1])
+        return dict(verified_rows(*zip(*rows), self._placer().padding))
+
+
+def shown(tokenizer: Any, reading: Reading, number: int) -> tuple[list[int], list[int]]:
+    "The prompt of a question, and an answer that keeps the rules."
+    question, family = reading.questions[number], HouseRules(reading.rules)
+    prompt = encode(tokenizer, render(tokenizer, HouseRules(()).episode(question).messages()))
+    return prompt, encode(tokenizer, family.reference(question)[0]) + [tokenizer.eos_token_id]
 
 
 def arguments(spec: dict, folder: str) -> ComposerConfig:
@@ -238,7 +275,8 @@ class Curve(TrainerCallback):
         self.points: list[dict] = []
         self.sampled, self.trained, self.since = 0, 0.0, time.perf_counter()
         self.next = spec["look"]
-        again = spec["retakes"] if ARMS[spec["arm"]][0].get("hint_mode") == "verified" else 0
+        options, hint = ARMS[spec["arm"]]
+        again = spec["retakes"] if options.get("hint_mode") == "verified" and hint in RETAKING else 0
         self.dearest = spec["prompts"] * (spec["samples"] + again)  # answers that one more step may sample
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -295,9 +333,9 @@ def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
         first.extend([] if first else [float(one) for ids in completion_ids for one in ids])
         return reading.reward(completions, number)
 
-    trainer = ComposerReplicationTrainer(
-        policy, reward, arguments(spec, folder), Dataset.from_list(rows), processing_class=tokenizer, **feedback
-    )
+    kind = Shown if ARMS[spec["arm"]][1] in ("example", "references") else ComposerReplicationTrainer
+    trainer = kind(policy, reward, arguments(spec, folder), Dataset.from_list(rows), processing_class=tokenizer, **feedback)
+    trainer.reading = reading
     trainer.remove_callback(PrinterCallback)
     curve = Curve(spec, say, lambda: score(trainer.model, tokenizer, judges, spec))
     trainer.add_callback(curve)
