@@ -41,9 +41,9 @@ def test_a_format_of_ones_own_is_recognised_beside_the_others(tmp_path, own_form
     assert [s.state_id for s in ingest(tmp_path / "a.jsonl", "answers")] == ["a:1"]
 
 
-def test_the_three_formats_are_known_and_a_foreign_one_is_not():
-    assert [name for name, kind in INGESTERS.items() if kind] == ["atif", "chat", "claude-code"]
-    with pytest.raises(ValueError, match="known: auto, atif, chat, claude-code"):
+def test_the_formats_are_known_and_a_foreign_one_is_not():
+    assert [name for name, kind in INGESTERS.items() if kind] == ["anthropic", "atif", "chat", "claude-code", "codex"]
+    with pytest.raises(ValueError, match="known: auto, anthropic, atif, chat, claude-code, codex"):
         ingest(".", "answers")
 
 

@@ -73,6 +73,7 @@ def ingest(
     tools: Annotated[Path | None, typer.Option(help="JSON list of function schemas to offer")] = None,
     system: Annotated[Path | None, typer.Option(help="text of a system message for states without")] = None,
     infer: Annotated[bool, typer.Option(help="offer tools as their calls show them")] = True,
+    exit_codes: Annotated[bool, typer.Option(help="an exit code other than 0 is an error site")] = False,
     errors_only: Annotated[bool, typer.Option(help="only steps whose call failed")] = False,
 ) -> None:
     "Read a log, or every log of a folder, into a file of states."
@@ -81,7 +82,7 @@ def ingest(
 
     given = _schemas(tools) if tools else []
     text, report = system.read_text(encoding="utf-8") if system else "", IngestReport()
-    states = read(logs, format, sidechains=sidechains, report=report)
+    states = read(logs, format, sidechains=sidechains, exit_codes=exit_codes, report=report)
     states = with_tools(states, tools=given, agent=agent or None, infer=infer, system=text)
     count = save_states((state for state in states if state.is_error_site or not errors_only), out)
     typer.echo(str(report))

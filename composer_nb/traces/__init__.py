@@ -1,7 +1,9 @@
 """Agent traces: messages, turns and the states in which a decision was made; one module per log format."""
 
+from composer_nb.traces.anthropic import AnthropicIngester
 from composer_nb.traces.atif import ATIFIngester
 from composer_nb.traces.claude_code import ClaudeCodeIngester
+from composer_nb.traces.codex import CodexIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -40,8 +42,10 @@ __all__ = [
     "INGESTERS",
     "ATIFIngester",
     "Action",
+    "AnthropicIngester",
     "ChatIngester",
     "ClaudeCodeIngester",
+    "CodexIngester",
     "DPOPair",
     "FileIngester",
     "Format",

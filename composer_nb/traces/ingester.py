@@ -23,7 +23,7 @@ __all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'log
            'result_text', 'split_thought', 'record_format', 'file_format', 'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
-Format = Literal["atif", "chat", "claude-code"]
+Format = Literal["anthropic", "atif", "chat", "claude-code", "codex"]
 INGESTERS: dict[str, type[FileIngester] | None] = dict.fromkeys(get_args(Format))
 
 
@@ -44,13 +44,15 @@ class FileIngester(ABC):
     A subclass that gives its `format` in the class line is known to `ingest` from then on.
     """
 
+    format: ClassVar[str] = ""
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
     has_sidechains: ClassVar[bool] = False
+    has_exit_codes: ClassVar[bool] = False
 
     def __init_subclass__(cls, format: str | None = None) -> None:
         super().__init_subclass__()
         if format is not None:
-            INGESTERS[format] = cls
+            INGESTERS[format], cls.format = cls, format
 
     def __init__(self) -> None:
         self.report = IngestReport()
@@ -188,12 +190,14 @@ def ingest(
     format: str = "auto",
     *,
     sidechains: bool = False,
+    exit_codes: bool = False,
     report: IngestReport | None = None,
 ) -> Iterator[TraceState]:
     """The states of a log, or of every log under a folder. `report` is filled as the states are taken.
 
     `format`: a name in `INGESTERS`, or `auto` to recognise each file. `sidechains`: also take what sub-agents
-    did, in formats that tell them apart. Raises ValueError for an unknown `format`, or when a single file has
+    did, in formats that tell them apart. `exit_codes`: a call that did not exit with 0 is an error site, in
+    formats that tell exit codes. Raises ValueError for an unknown `format`, or when a single file has
     none; in a folder such a file is reported.
     """
     root, report = Path(path), IngestReport() if report is None else report
@@ -206,7 +210,10 @@ def ingest(
         names = ", ".join(known)
         why = f"{root.name} has no record of a known format ({names})"
         raise ValueError(f"{why}; name the format, or look at its first line")
-    made = {
-        name: kind(sidechains=sidechains) if kind.has_sidechains else kind() for name, kind in known.items()
-    }
+    made = {name: _made(kind, sidechains, exit_codes) for name, kind in known.items()}
     return _read_files(root, [(file, made.get(name)) for file, name in zip(files, formats)], report)
+
+
+def _made(kind: type[FileIngester], sidechains: bool, exit_codes: bool) -> FileIngester:
+    options = {"sidechains": sidechains} if kind.has_sidechains else {}
+    return kind(**options | ({"exit_codes": exit_codes} if kind.has_exit_codes else {}))

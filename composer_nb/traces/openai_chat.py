@@ -175,15 +175,19 @@ class ChatIngester(FileIngester, format="chat"):
         holders = record, record.get("request"), record.get("body")
         return any(isinstance(h, dict) and isinstance(h.get("messages"), list) for h in holders)
 
+    def record_of(self, data: Mapping[str, Any], source: Source) -> ChatRecord:
+        "One record, read. Raises ValueError for another shape."
+        return ChatRecord.of(data)
+
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
         waiting: deque[Waiting] = deque()
         for number, (line, data, _) in enumerate(source.records()):
-            if record_format(data) != "chat":
+            if record_format(data) not in ("chat", self.format):
                 source.report.unknown["no messages"] += 1
                 continue
             try:
-                record = ChatRecord.of(data)
+                record = self.record_of(data, source)
                 states = _chat_states(source, line, record)
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 source.bad(line, str(error) or "nested too deeply")

@@ -1,0 +1,223 @@
+"""Rollout files of the Codex CLI, and records of Anthropic's Messages API: what is read, and what is reported."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.traces import (
+    AnthropicIngester,
+    ChatIngester,
+    CodexIngester,
+    IngestReport,
+    file_format,
+    ingest,
+    record_format,
+)
+from composer_nb.traces.codex import Output
+
+
+def item(**payload):
+    return {"timestamp": "t", "type": "response_item", "payload": payload}
+
+
+def said(role, text):
+    kind = "output_text" if role == "assistant" else "input_text"
+    return item(type="message", role=role, content=[{"type": kind, "text": text}])
+
+
+def call(id, name="shell", arguments='{"command": ["ls"]}'):
+    return item(type="function_call", name=name, arguments=arguments, call_id=id)
+
+
+def result(id, output="ok"):
+    return item(type="function_call_output", call_id=id, output=output)
+
+
+def read(tmp_path, records, kind=CodexIngester, **options):
+    path = tmp_path / "rollout.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records))
+    reader = kind(**options)
+    return list(reader.ingest(path)), reader.report
+
+
+META = {"type": "session_meta", "payload": {"id": "s1", "cli_version": "1", "base_instructions": {"text": "Sys."}}}
+
+
+def test_parallel_calls_are_one_turn_and_a_message_ends_it(tmp_path):
+    records = [META, said("user", "go"), said("assistant", "both"), call("a"), call("b"), result("a"), result("b"),
+               said("assistant", "done"), said("user", "more"), said("assistant", "end")]  # fmt: skip
+    states, report = read(tmp_path, records)
+    assert [len(s.messages) for s in states] == [2, 5, 7] and not report.repairs
+    assert [c.id for c in states[0].student_action.tool_calls] == ["a", "b"]
+    assert [m["role"] for m in states[2].messages] == ["system", "user", "assistant", "tool", "tool", "assistant", "user"]
+    assert states[0].metadata == {"session": "s1", "version": "1"} and states[0].source == "rollout.jsonl:3"
+
+
+def test_every_context_is_one_that_a_vendor_takes(tmp_path):
+    """Each call of a context has exactly one result, right behind its turn."""
+    records = [META, said("user", "go"), call("a"), call("b"), result("a"), said("user", "stop"), call("c"),
+               said("assistant", "x"), call("d"), result("d"), said("assistant", "end")]  # fmt: skip
+    states, report = read(tmp_path, records)
+    for state in states:
+        messages = list(state.messages)
+        for i, message in enumerate(messages):
+            wanted = [c["id"] for c in message.get("tool_calls", ())]
+            got = [m["tool_call_id"] for m in messages[i + 1 : i + 1 + len(wanted)] if m["role"] == "tool"]
+            assert sorted(got) == sorted(wanted)
+    assert report.repairs == 2 and "b" in str(report.repaired[0])
+
+
+def test_model_thought_and_kinds_of_calls(tmp_path):
+    records = [said("developer", "Be brief."), {"type": "turn_context", "payload": {"model": "m1"}}, said("user", "go"),
+               item(type="reasoning", summary=[{"type": "summary_text", "text": "hm"}], encrypted_content="x"),
+               item(type="custom_tool_call", name="apply_patch", input="*** Begin", call_id="a"),
+               item(type="custom_tool_call_output", call_id="a", output="done"),
+               {"type": "turn_context", "payload": {"model": "m2"}},
+               item(type="local_shell_call", call_id="b", status="completed", action={"type": "exec", "command": ["ls"], "user": None}),
+               item(type="web_search_call", action={"type": "search"}), item(type="ghost_snapshot"),
+               {"type": "event_msg", "payload": {"type": "token_count"}}]  # fmt: skip
+    states, report = read(tmp_path, records)
+    first, second = states
+    assert first.messages[0]["role"] == "developer" and (first.model, second.model) == ("m1", "m2")
+    assert first.student_action.thinking == "hm" and first.student_action.tool_calls[0].arguments == {"input": "*** Begin"}
+    assert second.student_action.tool_calls[0].arguments == {"command": ["ls"]}
+    assert report.skipped == {"item web_search_call": 1, "item ghost_snapshot": 1}
+
+
+def test_a_compaction_replaces_the_context(tmp_path):
+    history = [said("user", "go")["payload"], said("user", "so far: much")["payload"]]
+    begin = [META, said("user", "go"), call("a"), result("a")]
+    end = [said("user", "and now?"), said("assistant", "end")]
+    states, report = read(tmp_path, [*begin, {"type": "compacted", "payload": {"message": "", "replacement_history": history}}, *end])
+    assert [m["content"] for m in states[-1].messages] == ["Sys.", "go", "so far: much", "and now?"] and not report.repairs
+    states, report = read(tmp_path, [*begin, {"type": "compacted", "payload": {"message": "summary"}}, *end])
+    assert [m["content"] for m in states[-1].messages] == ["Sys.", "summary", "and now?"] and report.repairs == 1
+    held = [said("user", "go")["payload"], call("z")["payload"], result("z")["payload"]]
+    states, _ = read(tmp_path, [*begin, {"type": "compacted", "payload": {"replacement_history": held}}, *end])
+    assert len(states) == 2 and [m["role"] for m in states[-1].messages] == ["system", "user", "assistant", "tool", "user"]
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "failed"),
+    [
+        ("fine", None, False),
+        ('{"output": "x", "metadata": {"exit_code": 0, "duration_seconds": 0.1}}', 0, False),
+        ('{"output": "x", "metadata": {"exit_code": 127}}', 127, False),
+        ('{"output": "x", "metadata": {"exit_code": "1"}}', None, False),
+        ("Exit code: 3\nWall time: 1 seconds\nOutput:\nx", 3, False),
+        ("Chunk ID: 1\nWall time: 0.1 seconds\nProcess exited with code 1\nOriginal token count: 2\nOutput:\nx", 1, False),
+        ("x\nOutput:\nExit code: 3", None, False),
+        ("Exit code: 3", None, False),
+        ({"content": "denied", "success": False}, None, True),
+        ({"content": [{"type": "input_text", "text": "a"}], "success": True}, None, False),
+        ([{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:"}], None, False),
+    ],
+)
+def test_outputs(output, code, failed):
+    found = Output.of(output)
+    assert (found.exit_code, found.failed) == (code, failed)
+
+
+def test_error_sites_by_mark_and_only_when_asked_by_exit_code(tmp_path):
+    records = [META, said("user", "go"), call("a"), result("a", "Exit code: 1\nOutput:\nx"), call("b"),
+               result("b", {"content": "denied", "success": False}), said("assistant", "end")]  # fmt: skip
+    states, _ = read(tmp_path, records)
+    assert [s.is_error_site for s in states] == [False, True, False]
+    states, _ = read(tmp_path, records, exit_codes=True)
+    assert [[f.kind for f in s.failures] for s in states] == [["exit_code"], ["tool_error"], []]
+    through = list(ingest(tmp_path / "rollout.jsonl", exit_codes=True))
+    assert [s.is_error_site for s in through] == [True, True, False]
+
+
+def test_early_files_have_bare_items(tmp_path):
+    bare = [{"id": "s", "timestamp": "t", "instructions": "x"}, {"record_type": "state"}]
+    bare += [r["payload"] for r in (said("user", "go"), call("a"), result("a"), said("assistant", "end"))]
+    states, report = read(tmp_path, bare)
+    assert len(states) == 2 and not report.unknown and file_format(tmp_path / "rollout.jsonl") == "codex"
+
+
+def test_bad_lines_are_counted_and_the_others_read(tmp_path):
+    records = [META, said("user", "go"), item(type="function_call", name="", arguments="{}", call_id="x"),
+               item(type="function_call", name="f", arguments=3, call_id="x"), "{", "[]", item(type="message", role="alien", content=[]),
+               result("nobody"), item(type="message", role="user", content=[3]), {"type": "new_type", "payload": {}},
+               said("assistant", "end")]  # fmt: skip
+    states, report = read(tmp_path, records)
+    assert [s.student_action.text for s in states] == ["end"]
+    assert report.bad_lines == 6 and report.repairs == 1 and report.unknown == {"new_type": 1}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_file_raises_and_no_state_lacks_a_context(tmp_path_factory, seed):
+    draw, path = random.Random(seed), tmp_path_factory.mktemp("codex") / "rollout.jsonl"
+    pool = [META, said("user", "u"), said("assistant", "a"), call("a"), call("b"), result("a"), result("b"),
+            {"type": "compacted", "payload": {"message": "m"}}, {"type": "turn_context", "payload": {"model": "m"}},
+            item(type="reasoning", summary=[]), item(type="local_shell_call", call_id=None, action=None)]  # fmt: skip
+    lines = [json.dumps(draw.choice(pool)) for _ in range(draw.randint(1, 14))]
+    hurt = draw.randrange(len(lines))
+    lines[hurt] = lines[hurt].replace(draw.choice(list('"{}[]:ae1')), draw.choice(["", "null", "7", "\x00"]), 1)
+    path.write_text("\n".join(lines))
+    reader = CodexIngester(exit_codes=True)
+    for state in reader.ingest(path):
+        assert state.messages and state.student_action
+        calls = [c["id"] for m in state.messages for c in m.get("tool_calls", ())]
+        assert len(calls) == sum(m["role"] == "tool" for m in state.messages)
+
+
+# --- Anthropic's messages --------------------------------------------------------------------------
+
+
+def pair_of_twins():
+    """One conversation in both formats."""
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}}
+    ours = {"model": "m", "system": [{"type": "text", "text": "Sys."}], "tools": [{"name": "read", "description": "R.", "input_schema": schema}],
+            "messages": [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "content": [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "t", "name": "read", "input": {"path": "a"}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "gone"}], "is_error": True},
+                                             {"type": "text", "text": "well?"}]},
+                {"role": "assistant", "content": "So."}]}  # fmt: skip
+    theirs = {"model": "m", "tools": [{"type": "function", "function": {"name": "read", "description": "R.", "parameters": schema}}],
+              "messages": [
+                  {"role": "system", "content": "Sys."}, {"role": "user", "content": "go"},
+                  {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "t", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}]},
+                  {"role": "tool", "tool_call_id": "t", "content": "gone", "is_error": True}, {"role": "user", "content": "well?"},
+                  {"role": "assistant", "content": "So."}]}  # fmt: skip
+    return ours, theirs
+
+
+def test_twins_give_the_same_states(tmp_path):
+    ours, theirs = pair_of_twins()
+    assert (record_format(ours), record_format(theirs)) == ("anthropic", "chat")
+    found = [read(tmp_path, [record], kind)[0] for record, kind in ((ours, AnthropicIngester), (theirs, ChatIngester))]
+    assert found[0] == found[1] and len(found[0]) == 2 and found[0][0].is_error_site
+    logged = {"request": {k: v for k, v in ours.items()}, "response": {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Bye."}]}}
+    wrapped = {"body": logged["request"], "response": {"status_code": 200, "body": logged["response"]}}
+    for record in (logged, wrapped):
+        states, _ = read(tmp_path, [record], AnthropicIngester)
+        assert [s.student_action.text for s in states] == ["Bye."] and len(states[0].messages) == 6
+
+
+def test_a_folder_of_both_is_told_apart(tmp_path):
+    ours, theirs = pair_of_twins()
+    (tmp_path / "a.jsonl").write_text(json.dumps(ours) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(theirs) + "\n")
+    (tmp_path / "c.jsonl").write_text(json.dumps(META) + "\n" + json.dumps(said("user", "u")) + "\n" + json.dumps(said("assistant", "a")))
+    report = IngestReport()
+    states = list(ingest(tmp_path, report=report))
+    assert len(states) == 5 and report.files == 3 and not report.bad_lines and not report.unknown
+
+
+def test_what_has_no_place_is_counted(tmp_path):
+    ours, _ = pair_of_twins()
+    ours["tools"].append({"type": "web_search_20250305", "name": "web_search"})
+    ours["messages"][1]["content"].append({"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}})
+    states, report = read(tmp_path, [ours, {"request": ours, "response": {"type": "error", "error": {"type": "overloaded_error"}}}], AnthropicIngester)
+    assert len(states) == 2 and report.skipped["tool without input_schema"] == 2
+    assert report.skipped["block server_tool_use"] == 2 and report.skipped["request without a reply"] == 1
+    bad = [{"system": "s", "messages": [{"role": "tool", "content": "x"}]}, {"system": "s", "messages": [3]}]
+    states, report = read(tmp_path, bad, AnthropicIngester)
+    assert not states and report.bad_lines == 2
