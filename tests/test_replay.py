@@ -759,6 +759,29 @@ def test_a_question_outside_a_replay_is_reserved_and_written(path: Path) -> None
         assert (refused.outcome, refused.reason) == ("skipped", "budget") and len(teacher.seen) == 1
 
 
+def test_equal_questions_at_the_same_time_are_paid_once(path: Path) -> None:
+    class Slow(Rule):
+        async def reply(self, request: TeacherRequest) -> TeacherReply:
+            self.calls = getattr(self, "calls", 0) + 1
+            await asyncio.sleep(0.05)
+            if self.calls < 2:
+                raise TeacherStop(self.name, 401, "not yet")
+            return await super().reply(request)
+
+    async def eight(ask, request):
+        return await asyncio.gather(*(ask(request) for _ in range(8)), return_exceptions=True)
+
+    teacher = Slow("judge", usd=0.125)
+    with Ledger(path) as ledger:
+        budget = Budget(1.0)
+        ask, request = ledgered_reply(teacher, ledger, budget), teacher.request(states(1)[0])
+        failed = asyncio.run(eight(ask, request))
+        assert all(isinstance(one, TeacherStop) for one in failed) and teacher.calls == 1 and budget.spent_usd == 0
+        found = asyncio.run(eight(ask, request))
+        assert teacher.calls == 2 and len({reply.key for reply in found}) == 1
+        assert budget.spent_usd == ledger.spent_usd == 0.125 and not ledger.open_requests
+
+
 def test_options_as_an_object_and_as_keywords_are_one_and_unknown_ones_raise() -> None:
     options, teacher = ReplayOptions(progress=False, gate=VOIGate(weight_usd=0.0)), Rule("a")
     grouped = asyncio.run(replay_trace(states(3), [teacher], options=options))

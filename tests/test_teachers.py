@@ -469,6 +469,14 @@ USAGES = [
     ({"cost": True}, None),
     ({"cost": "0.1"}, None),
     ({"prompt_tokens": True, "completion_tokens": 5}, None),
+    ({"prompt_tokens": 10}, None),  # half a count is none: the worst case is booked
+    ({"prompt_tokens": 10, "completion_tokens": -5}, None),
+    ({"prompt_tokens": 10, "completion_tokens": "5"}, None),
+    ({"prompt_tokens": 10, "completion_tokens": 5.5}, None),
+    ({"prompt_tokens": 10, "completion_tokens": None}, None),
+    ({"prompt_tokens": 10, "completion_tokens": 10**400}, None),
+    ({"prompt_tokens": 10**400, "completion_tokens": 5}, None),
+    ({"cost": 10**400}, None),
 ]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -88,24 +87,23 @@ def _whole_action(message: Mapping[str, Any]) -> Action:
     return Action(spelled.text, sent.tool_calls or spelled.tool_calls, sent.thinking or spelled.thinking)
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c011-cc5b59
-def _count(value: Any) -> int:
-    "A token count as the endpoint reports it; 0 for anything else."
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+_MOST = 2**53  # tokens or USD; more is a fault, and no float
+
+
+def _count(value: Any) -> int | None:
+    "A token count as the endpoint reports it; None for anything else."
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+    return value if good else None
 
 
 def _usd(value: Any) -> float | None:
     "An amount as the endpoint reports it; None for anything else."
-    good = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    )
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _MOST
     return float(value) if good else None
 
 
 def _usage(payload: Mapping[str, Any], price: Price | None) -> dict[str, Any]:
-    """Token counts and cost.
+    """Token counts and cost. A count that is none makes the cost unknown: the reserved worst case is booked.
 
     Under the user's own provider key (BYOK) the provider's bill comes on top of the endpoint's.
     """
@@ -117,11 +115,11 @@ def _usage(payload: Mapping[str, Any], price: Price | None) -> dict[str, Any]:
     if cost is not None and usage.get("is_byok") is True:
         upstream = _usd(inner["cost_details"].get("upstream_inference_cost"))
         cost = None if upstream is None else cost + upstream
-    elif cost is None and price and prompt:
+    elif cost is None and price and prompt and completion is not None:
         cost = price.of(prompt, completion)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "cost_usd": cost,
-            "cached_tokens": _count(inner["prompt_tokens_details"].get("cached_tokens")),
-            "reasoning_tokens": _count(inner["completion_tokens_details"].get("reasoning_tokens"))}
+    return {"prompt_tokens": prompt or 0, "completion_tokens": completion or 0, "cost_usd": cost,
+            "cached_tokens": _count(inner["prompt_tokens_details"].get("cached_tokens")) or 0,
+            "reasoning_tokens": _count(inner["completion_tokens_details"].get("reasoning_tokens")) or 0}
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c014-5adcbc
 _NO_MODEL = re.compile(

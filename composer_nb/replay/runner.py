@@ -417,12 +417,19 @@ def ledgered_reply(
 ) -> Callable[[TeacherRequest], Awaitable[TeacherReply]]:
     """`teacher.reply` with its worst case reserved and everything on disk, for questions outside a replay.
 
-    A reply of the ledger is used again; one that the budget cannot bear is skipped with reason "budget". What
-    the teacher raises is raised.
+    A reply of the ledger is used again, and equal questions at the same time are one; a question that the
+    budget cannot bear is skipped with reason "budget". What the teacher raises is raised.
     """
+    running: dict[str, asyncio.Task[TeacherReply]] = {}
+
     async def reply(request: TeacherRequest) -> TeacherReply:
         if (known := ledger.known(request.key)) is not None:
             return known
+        if request.key not in running or running[request.key].done():
+            running[request.key] = asyncio.create_task(ask(request))
+        return await asyncio.shield(running[request.key])
+
+    async def ask(request: TeacherRequest) -> TeacherReply:
         if not budget.reserve(worst := teacher.worst_case_usd(request)):
             return TeacherReply(request.key, teacher.name, None, "skipped", "budget", cost_usd=0.0)
         attempt = await ledger.request(request, worst)

@@ -181,25 +181,29 @@ class ChatIngester(FileIngester, format="chat"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
-        waiting: deque[Waiting] = deque()
-        for number, (line, data, _) in enumerate(source.records()):
-            if record_format(data) not in ("chat", self.format):
-                source.report.unknown["no messages"] += 1
-                continue
-            try:
-                record = self.record_of(data, source)
-                states = _chat_states(source, line, record)
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                source.bad(line, str(error) or "nested too deeply")
-                continue
-            for turn in waiting:
-                turn.look_at([message for message, _ in record.messages])
-            waiting.extend(Waiting(number if record.logged else -self.wait, state) for state in states)
-            while waiting and _is_due(waiting[0], number, self.wait):
-                yield waiting.popleft().done()
-        yield from (turn.done() for turn in waiting)
+        return _stream(self, source)
 
 # %% ../../nbs/data/09_openai_chat.ipynb #c018-6d6a74
+def _stream(reader: ChatIngester, source: Source) -> Iterator[TraceState]:
+    waiting: deque[Waiting] = deque()
+    for number, (line, data, _) in enumerate(source.records()):
+        if record_format(data) not in ("chat", reader.format):
+            source.report.unknown["no messages"] += 1
+            continue
+        try:
+            record = reader.record_of(data, source)
+            states = _chat_states(source, line, record)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            source.bad(line, str(error) or "nested too deeply")
+            continue
+        for turn in waiting:
+            turn.look_at([message for message, _ in record.messages])
+        waiting.extend(Waiting(number if record.logged else -reader.wait, state) for state in states)
+        while waiting and _is_due(waiting[0], number, reader.wait):
+            yield waiting.popleft().done()
+    yield from (turn.done() for turn in waiting)
+
+
 def _is_due(turn: Waiting, number: int, wait: int) -> bool:
     "Whether a turn waits no longer: it called nothing, or `wait` records have gone by."
     return number - turn.number >= wait or not turn.state.student_action.tool_calls
