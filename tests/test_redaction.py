@@ -783,3 +783,16 @@ def test_an_error_half_way_loses_no_report():
 
 def test_assigned_values_are_read_once():
     assert len(list(assigned_spans("password=" * 3 + "a1b2c3d4"))) == 1
+
+
+@pytest.mark.parametrize("folder", ["-Users-jdoe-work", "-home-jdoe-proj", "C--Users-jdoe-work", "/home/jdoe/work"])
+def test_a_user_in_the_name_of_a_state_does_not_leave(folder):
+    """Folders of Claude Code are named after paths; read from such a folder, a state is named after it."""
+    asked = [{"role": "user", "content": "ask jdoe, set --home-dir, -home-page"}]
+    state = TraceState(f"{folder}/abc:12", asked, Action("x"), source=f"{folder}/abc.jsonl:12")
+    with pytest.raises(NotCleanError):
+        assert_clean([state])
+    clean = Redactor().state(state)
+    assert "jdoe" not in json.dumps([clean.state_id, clean.source, list(clean.messages)])
+    assert clean.state_id.endswith("/abc:12") and "--home-dir, -home-page" in clean.messages[0]["content"]
+    assert_clean([clean])

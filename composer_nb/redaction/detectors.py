@@ -236,7 +236,7 @@ _FREE = r"(?:(?<![A-Za-z0-9_.])|(?<=\\[nrtbf])|(?<=[^A-Za-z]-[A-Z])|(?<=[0-9;]m)
 _HOMES = [
     re.compile(rf"{_FREE}(?:/mnt)?(?:/[a-z])?/(?:home|Users)/(\w[\w.-]*)"),
     re.compile(r"(?i:%2F(?:home|Users)%2F)([A-Za-z0-9._-]+)"),
-    re.compile(r"(?<=projects/)-(?:home|Users)-([A-Za-z0-9_]+)"),
+    re.compile(r"(?:(?m:^)|(?<=projects[/\\]))(?:[A-Za-z]-)?-(?:home|Users)-([A-Za-z0-9_]+)(?=[-/]|\Z)"),
     re.compile(r"(?:[A-Za-z]:)?\\{1,4}(?i:Users|home)\\{1,4}"
                r"([^\\/:*?\"<>|\s]+(?: [^\\/:*?\"<>|\s]{1,32}(?=\\))?)"),
     re.compile(r"[A-Za-z]:/(?i:Users)/([^\\/:*?\"<>|\s]+)"),
@@ -262,7 +262,7 @@ def home_spans(text: str) -> Iterator[Span]:
 def home_name(home: str) -> str:
     "The user's name in a home folder, or nothing when it is short or shared by many machines."
     name = re.split(r"[/\\]|%2[Ff]", home)[-1]
-    name = re.sub(r"^-(?:home|Users)-", "", name).strip(".")
+    name = re.sub(r"^(?:[A-Za-z]-)?-(?:home|Users)-", "", name).strip(".")
     return name if len(name) >= 3 and name.lower() not in SHARED_NAMES and not name.isdigit() else ""
 
 # %% ../../nbs/data/10_detectors.ipynb #c026-45cabc
