@@ -218,6 +218,64 @@ def test_what_has_no_place_is_counted(tmp_path):
     states, report = read(tmp_path, [ours, {"request": ours, "response": {"type": "error", "error": {"type": "overloaded_error"}}}], AnthropicIngester)
     assert len(states) == 2 and report.skipped["tool without input_schema"] == 2
     assert report.skipped["block server_tool_use"] == 2 and report.skipped["request without a reply"] == 1
-    bad = [{"system": "s", "messages": [{"role": "tool", "content": "x"}]}, {"system": "s", "messages": [3]}]
+    bad = [{"system": "s", "messages": [{"role": "user", "content": 7}]}, {"system": "s", "messages": [3]}]
     states, report = read(tmp_path, bad, AnthropicIngester)
     assert not states and report.bad_lines == 2
+
+
+def test_a_history_that_replaces_gives_no_states_twice_and_no_open_calls(tmp_path):
+    items = [r["payload"] for r in (said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), call("z"))]
+    records = [META, said("user", "a"), said("assistant", "b"), {"type": "compacted", "payload": {"replacement_history": items}},
+               said("user", "e"), said("assistant", "end")]  # fmt: skip
+    states, report = read(tmp_path, records)
+    assert [s.student_action.text for s in states] == ["b", "end"] and report.repairs == 1
+    assert [m["role"] for m in states[1].messages] == ["system", "user", "assistant", "user", "assistant", "tool", "user"]
+
+
+def test_turns_that_were_taken_back_are_not_in_the_context(tmp_path):
+    back = {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": 1}}
+    records = [META, said("user", "<environment_context>x"), said("user", "one"), said("assistant", "bad"), back,
+               said("user", "two"), said("assistant", "good")]  # fmt: skip
+    states, report = read(tmp_path, records)
+    assert [m["content"] for m in states[-1].messages] == ["Sys.", "<environment_context>x", "two"] and report.repairs == 1
+
+
+def test_an_openai_record_is_not_taken_for_anthropics():
+    said_ = {"role": "assistant", "content": "a", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "ls", "arguments": "{}"}}]}
+    asks = {"role": "user", "content": "q"}
+    for system in (None, "", "linux", []):
+        assert record_format({"system": system, "messages": [asks, said_, asks]}) == "chat"
+    assert record_format({"system": "x", "messages": [{"role": "system", "content": "s"}, asks]}) == "chat"
+    assert record_format({"system": "x", "messages": [asks]}) == "anthropic"
+    assert record_format({"type": "message", "role": "assistant", "content": [{"type": "text", "text": "t"}]}) != "codex"
+
+
+def test_a_file_of_both_is_told_apart_record_by_record(tmp_path):
+    ours, _ = pair_of_twins()
+    plain = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(map(json.dumps, (plain, ours))))
+    report = IngestReport()
+    states = list(ingest(path, report=report))
+    assert len(states) == 3 and not report.unknown and states[1].student_action.tool_calls
+
+
+def test_the_answers_model_is_named_and_open_calls_and_thoughts_leave_a_whole_context(tmp_path):
+    ours, _ = pair_of_twins()
+    del ours["model"]
+    ours["messages"][2] = {"role": "user", "content": "never mind"}
+    ours["messages"][3] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}]}
+    answer = {"type": "message", "model": "claude-x", "role": "assistant", "content": [{"type": "text", "text": "Bye."}]}
+    states, report = read(tmp_path, [{"request": ours, "response": answer}], AnthropicIngester)
+    assert states[0].model == "claude-x" and report.skipped["call without a result, stands as aborted"] == 1
+    assert [m["role"] for m in states[0].messages] == ["system", "user", "assistant", "tool", "user"]
+
+
+def test_half_a_character_in_arguments_ends_nothing(tmp_path):
+    from composer_nb.traces import load_states, save_states
+
+    records = [META, said("user", "go"), call("a", arguments='{"cmd": "\\ud83d", "b": "\\ud83d\\ude00"}'), result("a")]
+    states, _ = read(tmp_path, records)
+    assert states[0].student_action.tool_calls[0].arguments == {"cmd": "\ufffd", "b": "\U0001f600"}
+    save_states(states, tmp_path / "states.jsonl")
+    assert list(load_states(tmp_path / "states.jsonl"))[0].student_action == states[0].student_action

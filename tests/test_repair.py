@@ -125,3 +125,63 @@ def test_ages_are_there_and_older_files_have_none(tmp_path):
                 ledger.settle_sync(ledger.open_requests[0], usd, "")
         ledger.settle_sync(ledger.open_requests[0], 0.2, "more than reserved")
         assert (ledger.spent_usd, ledger.committed_usd, ledger.open_requests) == (0.2, 0.2, ())
+
+
+def opened(path, count, usd=0.1):
+    with Ledger(path) as ledger:
+        for i in range(count):
+            ledger.request_sync(question(i), usd, f"s/{i}")
+        return ledger.committed_usd
+
+
+def test_a_block_of_zeros_is_held_for_all_it_may_have_been(tmp_path):
+    before = opened(path := tmp_path / "replay.jsonl", 30)
+    content = bytearray(path.read_bytes())
+    content[2048:6144] = bytes(4096)
+    path.write_bytes(content)
+    repair_ledger(path)
+    with Ledger(path) as ledger:
+        assert before <= ledger.committed_usd < 3 * before
+
+
+def test_lines_that_ran_together_and_bills_over_their_reservation_are_held(tmp_path):
+    path = tmp_path / "replay.jsonl"
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(0), 0.1)
+        ledger.reply_sync(TeacherReply(question(0).key, "rule", Action("x"), cost_usd=0.01))
+        ledger.request_sync(question(1), 0.5)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], lines[2] + lines[3], b""]))
+    repair_ledger(path)
+    with Ledger(path) as ledger:
+        assert ledger.committed_usd >= 0.51
+    other = tmp_path / "other.jsonl"
+    with Ledger(other) as ledger:
+        ledger.request_sync(question(0), 0.1)
+        ledger.settle_sync(ledger.open_requests[0], 5.0, "as billed")
+    other.write_bytes(other.read_bytes().replace(b"as billed", b"az billed"))
+    repair_ledger(other)
+    with Ledger(other) as ledger:
+        assert ledger.committed_usd >= 5.0
+
+
+def test_a_reply_of_unknown_cost_whose_request_is_lost_counts_as_the_largest(tmp_path):
+    path = tmp_path / "replay.jsonl"
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(0), 0.9)
+        ledger.reply_sync(TeacherReply(question(0).key, "rule", Action("x"), cost_usd=None))
+        before = ledger.committed_usd
+    path.write_bytes(path.read_bytes().replace(b'"model":"rule-1"', b'"model":"rule-2"', 1))
+    repair_ledger(path)
+    with Ledger(path) as ledger:
+        assert ledger.committed_usd >= before and ledger.known(question(0).key) is not None
+
+
+def test_a_link_is_followed_and_a_missing_file_makes_no_folder(tmp_path):
+    opened(real := tmp_path / "real.jsonl", 2)
+    real.write_bytes(real.read_bytes()[:-5])
+    (tmp_path / "link.jsonl").symlink_to(real)
+    assert repair_ledger(tmp_path / "link.jsonl").damaged == 1 and (tmp_path / "link.jsonl").is_symlink()
+    with pytest.raises(ValueError, match="no such file"):
+        repair_ledger(tmp_path / "nowhere" / "x.jsonl")
+    assert not (tmp_path / "nowhere").exists()

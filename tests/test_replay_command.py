@@ -184,6 +184,8 @@ def test_what_is_not_redacted_does_not_leave(tmp_path, server):
         ({"teachers": ["a"]}, "teachers is a list"),
         ({"cieling": 1}, "unknown cieling"),
         ({"states": 3}, "states is 3"),
+        ({"pairs": "replies.jsonl"}, "four names"),
+        ({"ledger": "a"}, "four names"),
     ],
 )
 def test_a_wrong_plan_is_refused_by_field(tmp_path, change, reason):
@@ -223,3 +225,66 @@ def test_a_stopped_run_keeps_what_was_paid_and_goes_on(tmp_path, sign):
             assert 4 <= len(ledger) == paid < 72 and not ledger.open_requests
         assert replay("run", plan, "--pay")[0] == 0
         assert server.billed().total() == 72
+
+
+@pytest.mark.parametrize(
+    ("teacher", "reason"),
+    [
+        ({"model": 5}, "model: 5 is no text"), ({"local": None}, "local: None is no text"),
+        ({"model": "x", "max_tokens": "1e3"}, "max_tokens: '1e3' is no number"), ({"model": "x", "max_tokens": None}, "max_tokens"),
+        ({"model": "x", "max_tokens": -1}, "max_tokens: -1 is less than 1"), ({"model": "x", "temperature": "1e-1"}, "temperature"),
+        ({"model": "x", "accept_models": "some/other"}, "accept_models"), ({"model": "x", "concurrency": True}, "concurrency"),
+        ({"model": "x", 5: 1}, "5: 1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_teacher_is_refused_with_its_number(tmp_path, teacher, reason):
+    plan = {"states": "a", "teachers": [{"model": "y", "temperature": None}, teacher], "ceiling_usd": 1}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(plan))
+    with pytest.raises(ValueError, match=f"teacher 2: {reason}"):
+        teachers_of(read_plan(tmp_path / "p.yaml"), weights=False)
+
+
+def test_nothing_of_the_user_is_overwritten(tmp_path, server):
+    log = tmp_path / "a.jsonl"
+    log.write_text(content := json.dumps(session(0)) + "\n")
+    code, _, why = replay("ingest", log, "--out", log)
+    assert code == 1 and "among, the logs" in why and log.read_text() == content
+    assert replay("ingest", tmp_path, "--out", tmp_path / "states.jsonl")[0] == 0
+    code, _, why = replay("ingest", tmp_path, "--out", tmp_path / "states.jsonl")
+    assert code == 1 and "name a place outside" in why
+    (place := tmp_path / "w").mkdir()
+    plan = folder_of(place, server.base_url, 1)
+    assert replay("run", plan, "--pay")[0] == 0 and replay("pairs", plan)[0] == 0
+    for _ in range(2):
+        assert replay("export", plan, "--out", place / "data")[0] == 0
+    (place / "data" / "README.md").write_text("mine")
+    assert replay("export", plan, "--out", place / "data")[0] == 0
+    assert (place / "data" / "README.md.before").read_text() == "mine"
+
+
+def test_a_teacher_of_the_acting_vendor_has_no_question(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 1)
+    records = [json.loads(line) for line in (tmp_path / "clean.jsonl").read_text().splitlines()]
+    (tmp_path / "clean.jsonl").write_text("".join(json.dumps(r | {"model": "gpt-5"}) + "\n" for r in records))
+    told = yaml.safe_load(plan.read_text())
+    plan.write_text(yaml.safe_dump(told | {"teachers": [*told["teachers"], {"model": "gpt-x/tool", "name": "own", "base_url": server.base_url, "accept_models": ["tool"]}]}))
+    prices = json.loads((tmp_path / "prices.json").read_text())
+    prices["models"]["gpt-x/tool"] = PRICE
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    code, said, _ = replay("status", plan)  # before any run: no ledger yet
+    assert code == 0 and "tool: 2 questions" in said
+    assert replay("run", plan, "--pay")[0] == 0
+    assert replay("pairs", plan)[0] == 0
+
+
+def test_an_action_whose_text_reads_as_something_else_is_exported_as_it_was():
+    from composer_nb.replay.dataset import preference_row
+    from composer_nb.replay.pairs import extract_dpo_pairs
+    from composer_nb.traces import Action, ToolCall, TraceState
+
+    odd = Action("", (ToolCall("write", {"content": "a <think>x</think> b </tool_call>"}),))
+    state = TraceState("s", [{"role": "user", "content": "q"}], Action("", (ToolCall("write", {"content": "c"}),)))
+    (pair,) = extract_dpo_pairs([state], {"s": {"a": odd, "b": odd}})
+    row = preference_row(pair)
+    assert row["chosen"][0]["tool_calls"][0]["function"]["arguments"] == {"content": "a <think>x</think> b </tool_call>"}
+    assert "rejected_message" not in pair.provenance

@@ -477,6 +477,7 @@ USAGES = [
     ({"prompt_tokens": 10, "completion_tokens": 10**400}, None),
     ({"prompt_tokens": 10**400, "completion_tokens": 5}, None),
     ({"cost": 10**400}, None),
+    ({"prompt_tokens": 32, "completion_tokens": 9, "total_tokens": 135}, 32 * 1e-6 + 103 * 2e-6),  # thoughts in the total
 ]
 
 

@@ -80,6 +80,8 @@ def ingest(
     from composer_nb.traces import IngestReport, save_states, with_tools
     from composer_nb.traces import ingest as read
 
+    if out.resolve() in [file.resolve() for file in ([logs] if logs.is_file() else logs.rglob(out.name))]:
+        raise ValueError(f"{out} is, or stands among, the logs that are read; name a place outside of {logs}")
     given = _schemas(tools) if tools else []
     text, report = system.read_text(encoding="utf-8") if system else "", IngestReport()
     states = read(logs, format, sidechains=sidechains, exit_codes=exit_codes, report=report)
@@ -87,7 +89,7 @@ def ingest(
     count = save_states((state for state in states if state.is_error_site or not errors_only), out)
     typer.echo(str(report))
     typer.echo(f"{out}: {count} states")
-    if report.bad_lines:
+    if report.bad_lines or report.skipped["file of no known format"]:
         raise typer.Exit(LEFT)
 
 
@@ -170,7 +172,10 @@ def run(
         typer.echo(f"{name}: " + ", ".join(f"{value:g} {key}" for key, value in row.items()))
     for reason in filter(None, [done.halted, *done.stopped.values()]):
         typer.echo(reason, err=True)
-    if done.halted or done.stopped:
+    again = sum(miss.reason.startswith("http_") for miss in done.skipped)
+    if again:
+        typer.echo(f"{again} questions were refused by a busy endpoint; run it again to ask them", err=True)
+    if done.halted or done.stopped or again:
         raise typer.Exit(LEFT)
 
 # %% ../../nbs/replay/51_command.ipynb #comma014
@@ -197,8 +202,8 @@ def _recorded(path: Path) -> tuple[Any, list[Any], Any]:
 
     plan = read_plan(path)
     states = list(load_states(plan.states))
-    with Ledger(plan.ledger, offline=True) as ledger:
-        found = recorded(states, teachers_of(plan, weights=False), ledger)
+    with Ledger(plan.ledger, offline=True) if plan.ledger.exists() else Ledger(None) as ledger:
+        found = recorded(states, teachers_of(plan, weights=False), ledger, plan.allow_same_vendor)
     return plan, states, found
 
 # %% ../../nbs/replay/51_command.ipynb #comma015
@@ -211,7 +216,7 @@ def status(plan: Annotated[Path, typer.Argument(help="YAML file of the replay")]
     told, _, found = _recorded(plan)
     for name, row in found.rows.items():
         typer.echo(f"{name}: " + ", ".join(f"{value:g} {key}" for key, value in row.items()))
-    with Ledger(told.ledger, offline=True) as ledger:
+    with Ledger(told.ledger, offline=True) if told.ledger.exists() else Ledger(None) as ledger:
         _told(ledger)
 
 # %% ../../nbs/replay/51_command.ipynb #comma015b

@@ -28,7 +28,7 @@ def save_pairs(pairs: Iterable[DPOPair], path: str | os.PathLike) -> int:
     count = 0
     with replacing(path, "w") as out:
         for count, pair in enumerate(pairs, 1):
-            out.write(json.dumps(asdict(pair), ensure_ascii=False) + "\n")
+            out.write(json.dumps(asdict(pair)) + "\n")
     return count
 
 
@@ -55,11 +55,11 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
     """
     if as_text and tools:
         raise ValueError(f"pair {pair.state_id!r}: a row of texts offers no tools; leave one of the two out")
-    spelled = (lambda text: {"role": "assistant", "content": text}) if as_text else _spoken
+    says = _plain if as_text else _spoken
     return {
         "prompt": [_template_message(message) for message in pair.state_messages],
-        "chosen": [spelled(pair.chosen)],
-        "rejected": [spelled(pair.rejected)],
+        "chosen": [says(pair.chosen, pair.provenance.get("chosen_message"))],
+        "rejected": [says(pair.rejected, pair.provenance.get("rejected_message"))],
         "tools": json.dumps(list(tools), ensure_ascii=False) if tools else None,
         "state_id": pair.state_id,
         "teachers_agreeing": pair.n_teachers_agreeing,
@@ -67,8 +67,13 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
     }
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas010
-def _spoken(text: str) -> Message:
-    return _template_message(action_message(parse_action(text)))
+def _plain(text: str, message: Message | None) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _spoken(text: str, message: Message | None) -> Message:
+    "The action as a message: the pair's own, where its text would be read as something else."
+    return _template_message(message or action_message(parse_action(text)))
 
 
 def _template_message(message: Message) -> Message:
@@ -171,9 +176,15 @@ def _named(names: Iterable[str]) -> str:
 
 
 def write_dataset(made: Dataset, folder: str | os.PathLike) -> Path:
-    "Write `pairs.parquet` and its card, `README.md`, into a folder, each whole or not at all; the path."
+    """Write `pairs.parquet` and its card, `README.md`, into a folder, each whole or not at all; the path.
+
+    A card that is there becomes `README.md.before`.
+    """
     path = Path(folder) / "pairs.parquet"
     with replacing(path) as out:
         made.to_parquet(out)
-    write_text(path.with_name("README.md"), dataset_card(made))
+    card = path.with_name("README.md")
+    if card.exists():  # somebody may have completed it
+        card.replace(card.with_name("README.md.before"))
+    write_text(card, dataset_card(made))
     return path

@@ -111,6 +111,9 @@ def _usage(payload: Mapping[str, Any], price: Price | None) -> dict[str, Any]:
     inner = {name: usage.get(name) if isinstance(usage.get(name), Mapping) else {}
              for name in ("prompt_tokens_details", "completion_tokens_details", "cost_details")}
     prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    total = _count(usage.get("total_tokens"))
+    if None not in (prompt, completion, total):  # some endpoints count thoughts in the total alone
+        completion = max(completion, total - prompt)
     cost = _usd(usage.get("cost"))
     if cost is not None and usage.get("is_byok") is True:
         upstream = _usd(inner["cost_details"].get("upstream_inference_cost"))

@@ -26,7 +26,7 @@ from composer_nb.replay.consensus import (
     replies_of,
 )
 from .export import student_messages
-from ..traces import Action, TraceState, action_text
+from ..traces import Action, TraceState, action_message, action_text, parse_action
 
 # %% auto #0
 __all__ = ['TeacherActions', 'VoteOptions', 'extract_dpo_pairs', 'PairReport', 'consensus_table']
@@ -102,6 +102,9 @@ def _pair(
 ) -> DPOPair:
     origin = {"source": state.source, "trace_model": state.model, "is_error_site": state.is_error_site}
     ids = None if state.student_ids is None else list(state.student_ids)
+    for name, action in (("chosen", found.winner), ("rejected", state.student_action)):
+        if action_text(parse_action(text := action_text(action))) != text:  # its text spells something else
+            facts[f"{name}_message"] = action_message(action)
     return DPOPair(
         state.state_id,
         context,

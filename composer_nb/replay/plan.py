@@ -19,7 +19,7 @@ from .local_teacher import LocalTeacher
 from .pairs import PairReport, consensus_table, extract_dpo_pairs
 from .prices import Prices
 from .protocol import Teacher
-from ..traces import Action, DPOPair, TraceState, load_states
+from ..traces import Action, DPOPair, TraceState, load_states, vendor_of
 
 # %% auto #0
 __all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table']
@@ -55,6 +55,8 @@ def read_plan(path: str | os.PathLike) -> ReplayPlan:
     path = Path(path)
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; write states:, teachers: and ceiling_usd:") from error
     except yaml.YAMLError as error:
@@ -69,7 +71,9 @@ def read_plan(path: str | os.PathLike) -> ReplayPlan:
     for name, value in said.items():
         _check(path, name, value)
     named = ("states", "ledger", "pairs")
-    places = {name: path.parent / said.get(name, known[name].default) for name in named}
+    places = {n: path.parent / Path(said.get(n, known[n].default)).expanduser() for n in named}
+    if len({place.resolve() for place in (path, *places.values())}) < 1 + len(named):
+        raise ValueError(f"{path}: states, ledger, pairs and this file are four files: give them four names")
     return ReplayPlan(**said | places | {"teachers": tuple(said["teachers"])} | _price_file(path, said))
 
 # %% ../../nbs/replay/50_plan.ipynb #planx008
@@ -100,12 +104,34 @@ def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
     found, prices = [], _prices(plan)
     for number, told in enumerate(plan.teachers, 1):
         try:
+            _check_teacher(told)
             found.append(_local(dict(told), weights) if "local" in told else _remote(dict(told), prices))
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"teacher {number}: {error}") from error
     return found
 
 # %% ../../nbs/replay/50_plan.ipynb #planx012
+_TEXTS = ("model", "local", "name", "base_url", "api_key_env")
+_COUNTS = ("max_tokens", "concurrency", "batch_size")
+_NUMBERS = (*_COUNTS, "temperature", "seed")
+
+
+def _check_teacher(told: Mapping[Any, Any]) -> None:
+    "Raises ValueError for a value that YAML reads as something else than it looks like."
+    for name, value in told.items():
+        kind = str if name in _TEXTS else int if name in (*_COUNTS, "seed") else (int, float)
+        left_out = value is None and name in ("temperature", "seed")
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if name in (*_TEXTS, *_NUMBERS) and not (left_out or fits):
+            what = "text" if name in _TEXTS else "number (YAML reads 1e3 as a text)"
+            raise ValueError(f"{name}: {value!r} is no {what}")
+        if name in _COUNTS and value < 1:
+            raise ValueError(f"{name}: {value} is less than 1")
+        names = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not isinstance(name, str) or (name == "accept_models" and not names):
+            raise ValueError(f"{name}: {value!r} is not what a teacher takes there")
+
+
 def _remote(told: dict[str, Any], prices: Prices) -> Teacher:
     if "model" not in told:
         raise ValueError(f"needs model: (at an endpoint) or local: (in this process), has {', '.join(told)}")
@@ -137,13 +163,20 @@ class Recorded:
         return sum(int(row["no reply"]) for row in self.rows.values())
 
 
-def recorded(states: Sequence[TraceState], teachers: Sequence[Teacher], ledger: Ledger) -> Recorded:
-    "The replies that a ledger has for these states and teachers; nobody is asked."
+def recorded(
+    states: Sequence[TraceState], teachers: Sequence[Teacher], ledger: Ledger, allow_same_vendor: bool = False
+) -> Recorded:
+    """The replies that a ledger has for these states and teachers; nobody is asked.
+
+    A teacher of the vendor that acted has no question there, unless `allow_same_vendor`.
+    """
     actions: dict[str, dict[str, Action]] = {state.state_id: {} for state in states}
     rows = {t.name: {"questions": 0, "actions": 0, "skipped": 0, "no reply": 0, "usd": 0.0} for t in teachers}
     for teacher in teachers:
         row = rows[teacher.name]
         for state in states:
+            if not allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
+                continue
             reply = ledger.known(teacher.request(state).key)
             row["questions"] += 1
             if reply is not None and reply.action is not None and reply.outcome == "ok":

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import time
@@ -34,7 +35,9 @@ class Repair:
     aside: Path | None
 
 
-_RESERVED = re.compile(rb'"reserved_usd":([0-9]{1,12}(?:[.][0-9]{1,12})?(?:e-?[0-9]{1,2})?)[,}]')
+_NUMBER = rb"([0-9]{1,12}(?:[.][0-9]{1,20})?(?:e-?[0-9]{1,2})?)[,}]"
+_RESERVED = re.compile(rb'"reserved_usd":' + _NUMBER)
+_BILL = re.compile(rb'"(?:cost_)?usd":' + _NUMBER)
 _CLOSING = tuple(b'"kind":"%s"' % kind for kind in (b"reply", b"release", b"settle"))
 
 
@@ -49,14 +52,15 @@ def _read(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]]:
     return records, damaged
 
 # %% ../../nbs/replay/11_repair.ipynb #repai007
-def _rebuilt(records: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
+def _rebuilt(records: list[dict[str, Any]], largest: float) -> Iterator[tuple[dict[str, Any], bool]]:
     "The records, with a request before each that closes none; whether a record is new."
     books = _Books()
     for record in records:
         closes = record["kind"] in ("reply", "release", "settle")
         if closes and (record["key"], record["attempt"]) not in books.open:
-            teacher = record.get("reply", {}).get("teacher", "")
-            request = _request(record["key"], record["attempt"], teacher, 0.0)
+            reply = record.get("reply", {})
+            unknown = record["kind"] == "reply" and reply.get("cost_usd") is None  # the worst case
+            request = _request(record["key"], record["attempt"], reply.get("teacher", ""), largest * unknown)
             books.apply(request)
             yield request, True
         books.apply(record)
@@ -75,11 +79,18 @@ def _largest(records: list[dict[str, Any]], damaged: list[bytes]) -> float:
     return max(told, default=0.0)
 
 
-def _held(line: bytes, number: int, largest: float) -> Mapping[str, Any] | None:
-    "A reservation for a damaged line, unless it began as one that closes a request."
-    if any(sign in line[:64] for sign in _CLOSING):
-        return None
-    return _request(hashlib.sha256(b"%d " % number + line).hexdigest(), 1, "(damaged line)", largest)
+def _held(
+    line: bytes, number: int, least: float, largest: float, shortest: int
+) -> Mapping[str, Any] | None:
+    """What a damaged line may have cost, as a reservation: what its bill has over the least reservation if it
+    began as one that closes a request, else the largest reservation for each request that it has room for.
+    """
+    usd = max((float(told) - least for told in _BILL.findall(line)), default=0.0)
+    usd = max(usd, 0.0)
+    if line.count(b'{"sum":') > 1 or not any(sign in line[:64] for sign in _CLOSING):
+        usd += largest * max(1, line.count(b'"kind":"request"'), math.ceil(len(line) / shortest))
+    key = hashlib.sha256(b"%d " % number + line).hexdigest()
+    return _request(key, 1, "(damaged line)", usd) if usd else None
 
 # %% ../../nbs/replay/11_repair.ipynb #repai008
 def repair_ledger(path: str | os.PathLike) -> Repair:
@@ -88,7 +99,9 @@ def repair_ledger(path: str | os.PathLike) -> Repair:
     A file without damage is left as it is. Raises LedgerInUse while another process has it, and ValueError
     for a file without one readable line, or with a record that this version does not know.
     """
-    path = Path(path)
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     with _locked(path):
         content = path.read_bytes()
         lines = [line for line in content.split(b"\n") if line]
@@ -97,19 +110,22 @@ def repair_ledger(path: str | os.PathLike) -> Repair:
         records = [record for record in records if record.get("kind") != "composer_nb.ledger"]
         if not records and not content.startswith(_FIRST):
             raise ValueError(f"{path} has no line that a ledger wrote: it is another file, or empty")
-        pairs = list(_rebuilt(records))
+        largest = _largest(records, damaged)
+        pairs = list(_rebuilt(records, largest))
         rebuilt = sum(new for _, new in pairs)
         if content.startswith(_FIRST) and content.endswith(b"\n") and not damaged and not rebuilt:
             return Repair(len(records), 0, 0, 0.0, None)
-        largest = _largest([r for r, _ in pairs], damaged)
-        held = [held for i, line in enumerate(damaged) if (held := _held(line, i, largest))]
+        shortest = min((len(encode_line(r)) for r in records if r["kind"] == "request"), default=1 << 20)
+        least = min((r["reserved_usd"] for r in records if r["kind"] == "request"), default=0.0)
+        sizes = (least, largest, shortest)
+        held = [held for i, line in enumerate(damaged) if (held := _held(line, i, *sizes))]
         aside = _put_aside(path, damaged)
         with replacing(path, sync=True) as out:
             out.write(_FIRST + b"".join(map(encode_line, [r for r, _ in pairs] + held)))
         path.chmod(0o600)
-    return Repair(len(records), len(damaged), rebuilt, largest * len(held), aside)
+    return Repair(len(records), len(damaged), rebuilt, sum(one["reserved_usd"] for one in held), aside)
 
-
+# %% ../../nbs/replay/11_repair.ipynb #repai008s
 def _put_aside(path: Path, damaged: list[bytes]) -> Path | None:
     "Append the damaged lines to a file beside the ledger; they are on disk before the ledger changes."
     if not damaged:

@@ -436,8 +436,9 @@ def ledgered_reply(
         try:
             got = await teacher.reply(request)
         except TeacherStop as stop:
-            await ledger.release(request, attempt, str(stop))
-            budget.release(worst)
+            if stop.status is None or not (200 <= stop.status < 300 or stop.status >= 500):
+                await ledger.release(request, attempt, str(stop))
+                budget.release(worst)
             raise
         await ledger.reply(got, attempt)
         budget.settle(worst, bill_of(got))

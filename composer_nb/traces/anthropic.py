@@ -50,6 +50,21 @@ def _tools(listed: Any, skipped: Counter[str]) -> list[dict[str, Any]]:
             skipped["tool without input_schema"] += 1
     return found
 
+# %% ../../nbs/data/09_anthropic.ipynb #anthr009s
+def _answered(messages: list[Message], skipped: Counter[str]) -> list[Message]:
+    "The messages, with a result that says *aborted* for each call that has none before what follows."
+    whole: list[Message] = []
+    open_: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            open_ = [id for id in open_ if id != message["tool_call_id"]]
+        else:
+            skipped["call without a result, stands as aborted"] += len(open_)
+            whole += [{"role": "tool", "tool_call_id": id, "content": "aborted"} for id in open_]
+            open_ = [call["id"] for call in message.get("tool_calls", ())]
+        whole.append(message)
+    return whole
+
 
 def openai_record(record: Mapping[str, Any], skipped: Counter[str]) -> dict[str, Any]:
     "A record of Anthropic's as a record that `ChatIngester` reads. Raises ValueError for another shape."
@@ -58,7 +73,8 @@ def openai_record(record: Mapping[str, Any], skipped: Counter[str]) -> dict[str,
     system = content_text(request.get("system"))
     messages = [{"role": "system", "content": system}] if system else []
     for message in request["messages"]:
-        messages += openai_messages(message, skipped)
+        messages += [m for m in openai_messages(message, skipped) if m["content"] or m.get("tool_calls")]
+    messages = _answered(messages, skipped)
     model = text_or(request.get("model")) or text_or(record.get("model"))
     made = {"messages": messages, "tools": _tools(request.get("tools"), skipped), "model": model}
     if "response" not in record:
@@ -66,22 +82,31 @@ def openai_record(record: Mapping[str, Any], skipped: Counter[str]) -> dict[str,
     answer = record["response"]
     answer = answer.get("body", answer) if isinstance(answer, Mapping) else {}
     said = openai_messages(answer, skipped) if answer.get("type") == "message" else []
-    return {"request": made, "response": {"choices": [{"message": message} for message in said]}}
+    by = text_or(answer.get("model"))
+    return {"request": made, "response": {"model": by, "choices": [{"message": m} for m in said]}}
 
 # %% ../../nbs/data/09_anthropic.ipynb #anthr010
 def _is_anthropic(holder: Any) -> bool:
     "Whether a request has what only this format has: a system beside the messages, its tools, its blocks."
     if not isinstance(holder, Mapping) or not isinstance(holder.get("messages"), list):
         return False
-    tools = holder.get("tools") if isinstance(holder.get("tools"), list) else []
-    if "system" in holder or any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools):
+    tools = [t for t in _list(holder.get("tools")) if isinstance(t, Mapping)]
+    messages = [m for m in holder["messages"] if isinstance(m, Mapping)]
+    theirs = any(m.get("role") not in ("user", "assistant") or "tool_calls" in m for m in messages)
+    if theirs or any("function" in tool for tool in tools):
+        return False
+    system = holder.get("system")
+    if (system and isinstance(system, (str, list))) or any("input_schema" in tool for tool in tools):
         return True
-    contents = [m.get("content") for m in holder["messages"] if isinstance(m, Mapping)]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    kinds = {block.get("type") for block in blocks if isinstance(block, Mapping)}
-    return bool(kinds & {"tool_use", "tool_result"})
+    contents = [m.get("content") for m in messages]
+    blocks = [block for content in contents for block in _list(content) if isinstance(block, Mapping)]
+    return any(block.get("type") in ("tool_use", "tool_result") for block in blocks)
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+# %% ../../nbs/data/09_anthropic.ipynb #anthr010s
 class AnthropicIngester(ChatIngester, format="anthropic"):
     """States from records in the format of Anthropic's Messages API, one per line (or a `.json` list).
 
@@ -99,5 +124,6 @@ class AnthropicIngester(ChatIngester, format="anthropic"):
             for h in (record.get("request"), record.get("body"), record)
         )
 
-    def record_of(self, data: Mapping[str, Any], source: Source) -> ChatRecord:
+    @classmethod
+    def record_of(cls, data: Mapping[str, Any], source: Source) -> ChatRecord:
         return ChatRecord.of(openai_record(data, source.report.skipped))

@@ -144,7 +144,7 @@ class CodexLog:
             _READERS[kind](self, line, payload)
         elif kind in ITEMS:
             _item(self, line, record)
-        elif kind != "event_msg" and "record_type" not in record and "instructions" not in record:
+        elif "record_type" not in record and "instructions" not in record:
             self.source.report.unknown[kind or "(no type)"] += 1
 
 # %% ../../nbs/data/09_codex.ipynb #codex012
@@ -195,6 +195,19 @@ def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     if text and not log.context:
         log.context = Prefix.of([{"role": "system", "content": text}])
 
+# %% ../../nbs/data/09_codex.ipynb #codex013s
+def _event(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
+    "Of what the screen showed, only that the last turns of the user were taken back."
+    if payload.get("type") != "thread_rolled_back":
+        return
+    _finish(log)
+    messages, turns = list(log.context), payload.get("num_turns")
+    asked = [i for i, m in enumerate(messages) if m["role"] == "user" and not m["content"].startswith("<")]
+    turns = min(turns if isinstance(turns, int) and turns > 0 else 0, len(asked))
+    if turns:
+        log.context = Prefix.of(messages[: asked[-turns]])
+        log.source.repair(line, f"{turns} turns of the user were taken back: the context ends before them")
+
 
 def _settings(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     log.model = text_or(payload.get("model")) or log.model
@@ -206,11 +219,14 @@ def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     log.context = Prefix.of([m for m in log.context if m["role"] == "system"])
     history = payload.get("replacement_history")
     if isinstance(history, list):
-        for item in history:
-            if isinstance(item, Mapping):
-                _item(log, line, item)
-        _close(log)
-        log.turn = None  # what the history holds was a state before
+        known = len(log.ready)  # what the history holds were states before
+        try:
+            for item in history:
+                if isinstance(item, Mapping):
+                    _item(log, line, item)
+        finally:
+            _finish(log)
+            del log.ready[known:]
     elif summary := text_or(payload.get("message")):
         log.source.repair(line, "a compaction that names no history: its summary is the context")
         log.context = log.context.plus({"role": "user", "content": summary})
@@ -251,6 +267,7 @@ def _grow(turn: CodexTurn, kind: str, item: Mapping[str, Any]) -> None:
 
 
 _READERS = {"session_meta": _meta, "turn_context": _settings, "compacted": _compact, "response_item": _item}
+_READERS["event_msg"] = _event
 
 # %% ../../nbs/data/09_codex.ipynb #codex016
 def _said(item: Mapping[str, Any]) -> Message:
@@ -291,7 +308,9 @@ class CodexIngester(FileIngester, format="codex"):
         "A record with a known type and a payload, or a bare item of an early file."
         kind = record.get("type")
         if kind == "message":
-            return isinstance(record.get("content"), list) and "role" in record
+            parts = record.get("content") if isinstance(record.get("content"), list) else []
+            kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+            return "role" in record and any(k in ("input_text", "output_text", "input_image") for k in kinds)
         known = RECORDS if isinstance(record.get("payload"), Mapping) else ITEMS
         return isinstance(kind, str) and kind in known
 

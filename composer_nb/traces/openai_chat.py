@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_nb.traces.ingester import (
+    INGESTERS,
     TOOL_ERROR,
     FileIngester,
     listed,
@@ -175,7 +176,8 @@ class ChatIngester(FileIngester, format="chat"):
         holders = record, record.get("request"), record.get("body")
         return any(isinstance(h, dict) and isinstance(h.get("messages"), list) for h in holders)
 
-    def record_of(self, data: Mapping[str, Any], source: Source) -> ChatRecord:
+    @classmethod
+    def record_of(cls, data: Mapping[str, Any], source: Source) -> ChatRecord:
         "One record, read. Raises ValueError for another shape."
         return ChatRecord.of(data)
 
@@ -187,17 +189,18 @@ class ChatIngester(FileIngester, format="chat"):
 def _stream(reader: ChatIngester, source: Source) -> Iterator[TraceState]:
     waiting: deque[Waiting] = deque()
     for number, (line, data, _) in enumerate(source.records()):
-        if record_format(data) not in ("chat", reader.format):
+        kind = INGESTERS.get(record_format(data) or "")  # formats of messages are told apart record by record
+        if kind is None or not issubclass(kind, ChatIngester):
             source.report.unknown["no messages"] += 1
             continue
         try:
-            record = reader.record_of(data, source)
+            record = kind.record_of(data, source)
             states = _chat_states(source, line, record)
+            for turn in waiting:
+                turn.look_at([message for message, _ in record.messages])
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             source.bad(line, str(error) or "nested too deeply")
             continue
-        for turn in waiting:
-            turn.look_at([message for message, _ in record.messages])
         waiting.extend(Waiting(number if record.logged else -reader.wait, state) for state in states)
         while waiting and _is_due(waiting[0], number, reader.wait):
             yield waiting.popleft().done()

@@ -52,11 +52,15 @@ def tool_call(name: str, arguments: Mapping[str, Any] | str | None = None, id: s
         return ToolCall(name, arguments if decoded is None else decoded, id)
     return ToolCall(name, dict(arguments or {}), id)
 
+# %% ../../nbs/data/02_traces.ipynb #c007-037696s
+_HIGH, _LOW = (rf"\\u[dD][{digits}][0-9a-fA-F]{{2}}" for digits in ("89abAB", "c-fC-F"))
+_HALF = re.compile(rf"(?<!\\)(?:{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW})")  # half of a surrogate pair, escaped
+
 
 def _json_object(text: str) -> dict[str, Any] | None:
     "The JSON object that `text` holds, or None."
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(_HALF.sub(r"\\ufffd", text) if _HALF.search(text) else text or "{}")
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
