@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from base64 import b64decode, b64encode
 from pathlib import Path
@@ -221,8 +222,10 @@ def write_runs(root: Path) -> None:
 def write_sample_book(root: Path) -> Path:
     """The project's own config, extension and front matter, with sample notebooks in place of the
     chapters."""
-    for name in ("_config.yml", "intro.md"):
-        shutil.copy(ROOT / name, root / name)
+    shutil.copy(ROOT / "_config.yml", root / "_config.yml")
+    front = (ROOT / "intro.md").read_text()  # without what it reads from runs that are not in the sample
+    front = re.sub(r"```\{curve-plot\}.*?```\n", "", front, flags=re.DOTALL)
+    (root / "intro.md").write_text(re.sub(r"\{metric\}`[^`]*`", "a figure", front))
     shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("__pycache__", "api"))
     (root / "book/claims.md").write_text(
         "# Claims\n\nThe sample claims nothing, and says so in a sentence.\n"
