@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from composer_nb.replay.account import Estimate
     from composer_nb.replay.ledger import Ledger
+    from composer_nb.replay.plan import Recorded, ReplayPlan
+    from composer_nb.traces import TraceState
 
 # %% auto #0
 __all__ = ['app', 'LEFT', 'ingest', 'redact', 'estimate', 'run', 'status', 'settle', 'repair', 'pairs', 'export']
@@ -80,8 +83,8 @@ def ingest(
     from composer_nb.traces import IngestReport, save_states, with_tools
     from composer_nb.traces import ingest as read
 
-    if out.resolve() in [file.resolve() for file in ([logs] if logs.is_file() else logs.rglob(out.name))]:
-        raise ValueError(f"{out} is, or stands among, the logs that are read; name a place outside of {logs}")
+    if out.resolve().is_relative_to(logs.resolve()):
+        raise ValueError(f"{out} stands among the logs that are read; name a place outside of {logs}")
     given = _schemas(tools) if tools else []
     text, report = system.read_text(encoding="utf-8") if system else "", IngestReport()
     states = read(logs, format, sidechains=sidechains, exit_codes=exit_codes, report=report)
@@ -127,14 +130,19 @@ def redact(
     typer.echo(f"{out}: {count} states")
 
 # %% ../../nbs/replay/51_command.ipynb #comma011
-def _estimate(path: Path) -> Any:
-    from composer_nb.replay.plan import read_plan, teachers_of
-    from composer_nb.replay.runner import replay_trace_sync
+def _read(path: Path) -> tuple[ReplayPlan, list[TraceState]]:
+    from composer_nb.replay.plan import read_plan
     from composer_nb.traces import load_states
 
     plan = read_plan(path)
+    return plan, list(load_states(plan.states))
+
+
+def _estimate(plan: ReplayPlan, states: list[TraceState]) -> Estimate:
+    from composer_nb.replay.plan import teachers_of
+    from composer_nb.replay.runner import replay_trace_sync
+
     told = dict(ledger=plan.ledger, dry_run=True, allow_same_vendor=plan.allow_same_vendor, progress=False)
-    states = list(load_states(plan.states))
     found = replay_trace_sync(states, teachers_of(plan, weights=False), plan.ceiling_usd, **told)
     for name, row in found.by_teacher.items():
         typer.echo(f"{name}: {row['calls']:.0f} calls, at worst {row['worst_usd']:.4f} USD")
@@ -146,7 +154,7 @@ def _estimate(path: Path) -> Any:
 @_refuses
 def estimate(plan: Annotated[Path, typer.Argument(help="YAML file of the replay")]) -> None:
     "Say what a run would ask and cost; nobody is asked."
-    _estimate(plan)
+    _estimate(*_read(plan))
 
 # %% ../../nbs/replay/51_command.ipynb #comma012
 @app.command()
@@ -156,18 +164,16 @@ def run(
     pay: Annotated[bool, typer.Option("--pay", help="make calls that may cost money")] = False,
 ) -> None:
     "Ask the teachers what the ledger does not have yet."
-    from composer_nb.replay.plan import read_plan, teachers_of
+    from composer_nb.replay.plan import teachers_of
     from composer_nb.replay.runner import replay_trace_sync
-    from composer_nb.traces import load_states
 
-    if _estimate(plan).worst_usd and not pay:
+    told, states = _read(plan)
+    if _estimate(told, states).worst_usd and not pay:
         typer.echo("Nobody was asked: these calls may cost money. Add --pay to make them.")
         raise typer.Exit(LEFT)
-    told = read_plan(plan)
     options = dict(ledger=told.ledger, allow_same_vendor=told.allow_same_vendor)
-    states, teachers = list(load_states(told.states)), teachers_of(told)
     with _terminable():
-        done = replay_trace_sync(states, teachers, told.ceiling_usd, **options)
+        done = replay_trace_sync(states, teachers_of(told), told.ceiling_usd, **options)
     for name, row in done.summary().items():
         typer.echo(f"{name}: " + ", ".join(f"{value:g} {key}" for key, value in row.items()))
     for reason in filter(None, [done.halted, *done.stopped.values()]):
@@ -194,14 +200,12 @@ def _told(ledger: Ledger) -> None:
         typer.echo(f"{one.key[:16]} {one.teacher} {one.state_id}: {one.reserved_usd:.4f} USD, {age}")
 
 
-def _recorded(path: Path) -> tuple[Any, list[Any], Any]:
+def _recorded(path: Path) -> tuple[ReplayPlan, list[TraceState], Recorded]:
     "Plan, states, and what its ledger holds for them."
     from composer_nb.replay.ledger import Ledger
-    from composer_nb.replay.plan import read_plan, recorded, teachers_of
-    from composer_nb.traces import load_states
+    from composer_nb.replay.plan import recorded, teachers_of
 
-    plan = read_plan(path)
-    states = list(load_states(plan.states))
+    plan, states = _read(path)
     with Ledger(plan.ledger, offline=True) if plan.ledger.exists() else Ledger(None) as ledger:
         found = recorded(states, teachers_of(plan, weights=False), ledger, plan.allow_same_vendor)
     return plan, states, found

@@ -16,7 +16,8 @@ from typing import Any
 from datasets import Dataset, Features, Json, List, Value
 
 from ..files import replacing, write_text
-from ..traces import Message, action_message, content_text, message_action, parse_action
+from .local_teacher import template_message
+from ..traces import Message, action_message, parse_action
 from ..traces.pair import DPOPair
 
 # %% auto #0
@@ -57,7 +58,7 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
         raise ValueError(f"pair {pair.state_id!r}: a row of texts offers no tools; leave one of the two out")
     says = _plain if as_text else _spoken
     return {
-        "prompt": [_template_message(message) for message in pair.state_messages],
+        "prompt": [template_message(message) for message in pair.state_messages],
         "chosen": [says(pair.chosen, pair.provenance.get("chosen_message"))],
         "rejected": [says(pair.rejected, pair.provenance.get("rejected_message"))],
         "tools": json.dumps(list(tools), ensure_ascii=False) if tools else None,
@@ -73,21 +74,7 @@ def _plain(text: str, message: Message | None) -> Message:
 
 def _spoken(text: str, message: Message | None) -> Message:
     "The action as a message: the pair's own, where its text would be read as something else."
-    return _template_message(message or action_message(parse_action(text)))
-
-
-def _template_message(message: Message) -> Message:
-    "The message as chat templates want it: content is text, arguments are objects, and nothing is None."
-    shown = {"role": message["role"], "content": content_text(message.get("content"))}
-    shown |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
-    if message.get("tool_calls") or message.get("function_call"):
-        calls = message_action({"role": "assistant", **message}).tool_calls
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        shown["tool_calls"] = [
-            {"id": call.id or f"call_{i}", "type": "function", "function": function}
-            for i, (call, function) in enumerate(zip(calls, functions))
-        ]
-    return shown
+    return template_message(message or action_message(parse_action(text)))
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas013
 _FEATURES = Features(

@@ -16,7 +16,7 @@ from .protocol import Prompt, TeacherReply, TeacherRequest, teacher_messages
 from ..traces import Message, TraceState, action_text, content_text, message_action, parse_action
 
 # %% auto #0
-__all__ = ['Waiting', 'shows_tools', 'tools_as_text', 'Rendering', 'generate', 'LocalTeacher']
+__all__ = ['Waiting', 'shows_tools', 'tools_as_text', 'Rendering', 'template_message', 'generate', 'LocalTeacher']
 
 # %% ../../nbs/replay/05_local_teacher.ipynb #c007-72bf11
 def shows_tools(tokenizer: Any) -> bool:
@@ -91,7 +91,7 @@ class Rendering:
         """
         if self.shows_tools:
             return self._ids(
-                [_template_message(m) for m in request.messages], tools=list(request.tools) or None
+                [template_message(m) for m in request.messages], tools=list(request.tools) or None
             )
         shown = tools_as_text(request.messages, request.tools)
         try:
@@ -106,13 +106,15 @@ class Rendering:
         return self.tokenizer.apply_chat_template(messages, **options)["input_ids"]
 
 
-def _template_message(message: Message) -> Message:
-    "The message as chat templates want it: content is text, and arguments are objects and no text."
-    shown = {**message, "content": content_text(message.get("content"))}
-    if calls := message_action(message).tool_calls if message.get("tool_calls") else ():
-        functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls]
+def template_message(message: Message) -> Message:
+    "The message as chat templates want it: content is text, decoded arguments are objects, nothing is None."
+    shown = {"role": message["role"], "content": content_text(message.get("content"))}
+    shown |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    if message.get("tool_calls") or message.get("function_call"):
         shown["tool_calls"] = [
-            {"id": id, "type": "function", "function": function} for id, function in functions
+            {"id": call.id or f"call_{i}", "type": "function",
+             "function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(message_action(message).tool_calls)
         ]
     return shown
 

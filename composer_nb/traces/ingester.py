@@ -44,7 +44,6 @@ class FileIngester(ABC):
     A subclass that gives its `format` in the class line is known to `ingest` from then on.
     """
 
-    format: ClassVar[str] = ""
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
     has_sidechains: ClassVar[bool] = False
     has_exit_codes: ClassVar[bool] = False
@@ -52,7 +51,7 @@ class FileIngester(ABC):
     def __init_subclass__(cls, format: str | None = None) -> None:
         super().__init_subclass__()
         if format is not None:
-            INGESTERS[format], cls.format = cls, format
+            INGESTERS[format] = cls
 
     def __init__(self) -> None:
         self.report = IngestReport()

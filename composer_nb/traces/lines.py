@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from .state import _ESCAPED_HALF, _HALF_PAIR, _mended
+
 try:
     import orjson
 except ImportError:
@@ -117,23 +119,6 @@ def decode_line(line: bytes) -> Any:
     if text[end:].strip():
         raise ValueError(f"not JSON: something stands behind the value at column {end + 1}")
     return value
-
-# %% ../../nbs/data/04_lines.ipynb #c013-c67ce6
-_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
-_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def _mended(value: Any) -> Any:
-    "The value with lone halves of surrogate pairs replaced."
-    if isinstance(value, str):
-        return (
-            value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            if _HALF_PAIR.search(value)
-            else value
-        )
-    if isinstance(value, list):
-        return [_mended(item) for item in value]
-    return {_mended(key): _mended(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 # %% ../../nbs/data/04_lines.ipynb #c016-c04cb5
 @dataclass

@@ -53,14 +53,28 @@ def tool_call(name: str, arguments: Mapping[str, Any] | str | None = None, id: s
     return ToolCall(name, dict(arguments or {}), id)
 
 # %% ../../nbs/data/02_traces.ipynb #c007-037696s
-_HIGH, _LOW = (rf"\\u[dD][{digits}][0-9a-fA-F]{{2}}" for digits in ("89abAB", "c-fC-F"))
-_HALF = re.compile(rf"(?<!\\)(?:{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW})")  # half of a surrogate pair, escaped
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _mended(value: Any) -> Any:
+    "The value with lone halves of surrogate pairs replaced."
+    if isinstance(value, str):
+        return (
+            value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            if _HALF_PAIR.search(value)
+            else value
+        )
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    return {_mended(key): _mended(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
     "The JSON object that `text` holds, or None."
     try:
-        value = json.loads(_HALF.sub(r"\\ufffd", text) if _HALF.search(text) else text or "{}")
+        value = json.loads(text or "{}")
+        value = _mended(value) if _ESCAPED_HALF.search(text) else value
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
