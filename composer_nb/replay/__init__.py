@@ -14,7 +14,7 @@ _HOME = {
     "local_teacher": "LocalTeacher shows_tools tools_as_text",
     "budget": "Budget",
     "ledger": "Ledger LedgerInUse NotRecorded",
-    "actions": "canonical_action same_action",
+    "actions": "canonical_action same_action speller",
     "gate": "AskAll Decision Gate Miss VOIGate drop_vendor",
     "account": "Estimate Replay",
     "runner": "ReplayOptions ledgered_reply replay_trace replay_trace_sync",
@@ -29,7 +29,7 @@ __all__ = sorted(_MODULE_OF)
 
 if TYPE_CHECKING:
     from composer_nb.replay.account import Estimate, Replay
-    from composer_nb.replay.actions import canonical_action, same_action
+    from composer_nb.replay.actions import canonical_action, same_action, speller
     from composer_nb.replay.budget import Budget
     from composer_nb.replay.consensus import (
         Consensus,

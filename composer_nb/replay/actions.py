@@ -7,37 +7,47 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..traces import Action, parse_action
+from .agent_tools import plain_arguments
+from .edits import Seen, changes_of, edit_form, files_seen
+from ..traces import Action, ToolCall, TraceState, parse_action
 
 # %% auto #0
-__all__ = ['canonical_action', 'same_action', 'read_action', 'opened', 'plain_text']
+__all__ = ['canonical_action', 'same_action', 'read_action', 'opened', 'plain_text', 'speller']
 
 # %% ../../nbs/replay/20_actions.ipynb #c007-2fd312
 def canonical_action(
-    action: Action | str, tools: Sequence[Mapping[str, Any]] = (), *, ordered: bool = False
+    action: Action | str,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    ordered: bool = False,
+    folder: str = "",
+    seen: Mapping[str, Seen] | None = None,
 ) -> str:
     """Text that two actions share exactly when they are the same.
 
     A JSON list of calls, or a JSON string of the text. `tools`: function schemas, whose defaults and types
-    are used. `ordered`: parallel calls differ by their order. An action that did nothing has the empty text.
+    are used. `ordered`: parallel calls differ by their order. `folder`: where the agent works; `seen`: the
+    files it was shown, by their paths from there. An action that did nothing has the empty text.
     """
     action = read_action(action)
     if not action.tool_calls:
         text = plain_text(action.text)
         return _dump(text) if text else ""
     schemas = dict(map(_schema_of, tools))
-    calls = [_canonical_call(call.name, call.arguments, schemas) for call in action.tool_calls]
+    calls = [_canonical_call(call, schemas, folder, seen or {}) for call in action.tool_calls]
     return f"[{', '.join(calls if ordered else sorted(calls))}]"
 
 
-def same_action(a: Action | str, b: Action | str, tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-    "Whether two actions have one canonical form."
-    return canonical_action(a, tools) == canonical_action(b, tools)
+def same_action(
+    a: Action | str, b: Action | str, tools: Sequence[Mapping[str, Any]] = (), **where: Any
+) -> bool:
+    "Whether two actions have one canonical form; `where` as there."
+    return canonical_action(a, tools, **where) == canonical_action(b, tools, **where)
 
-
+# %% ../../nbs/replay/20_actions.ipynb #c007-read00
 def read_action(action: Action | str) -> Action:
     "The action, with the calls that its text spells."
     if isinstance(action, str):
@@ -51,9 +61,16 @@ def _schema_of(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return str(function.get("name", "")), _mapping(function.get("parameters") or function.get("input_schema"))
 
 
-def _canonical_call(name: str, arguments: Any, schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    name = _plain(name)
-    return _dump({"name": name, "arguments": _normal(opened(arguments, empty="{}"), schemas.get(name, {}))})
+def _canonical_call(
+    call: ToolCall, schemas: Mapping[str, Mapping[str, Any]], folder: str, seen: Mapping[str, Seen]
+) -> str:
+    name, given = _plain(call.name), opened(call.arguments, empty="{}")
+    if isinstance(given, Mapping):
+        if changes := changes_of(ToolCall(name, given), folder):
+            return _dump({"edit": edit_form(changes, seen)})
+        given = plain_arguments(name, _normal(given, schemas.get(name, {})), folder)
+        return _dump({"name": name, "arguments": given})
+    return _dump({"name": name, "arguments": _normal(given, schemas.get(name, {}))})
 
 # %% ../../nbs/replay/20_actions.ipynb #c009-78821b
 _CONTAINERS = {"object", "array", "dict", "list", "tuple"}
@@ -77,17 +94,14 @@ def _normal(value: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _normal_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    "Members in their one spelling, without optional ones at their default."
+    "Members in their one spelling, without optional ones that are null or at their default."
     properties, required = _mapping(schema.get("properties")), schema.get("required") or ()
     members: dict[str, Any] = {}
     for key, item in value.items():
         spec = _mapping(properties.get(key))
         members[key] = _normal(item, spec)
-        if (
-            "default" in spec
-            and key not in required
-            and _dump(members[key]) == _dump(_normal(spec["default"], spec))
-        ):
+        default = _normal(spec.get("default"), spec)
+        if key in properties and key not in required and _dump(members[key]) == _dump(default):
             del members[key]
     composed = {unicodedata.normalize("NFC", key): item for key, item in members.items()}
     return composed if len(composed) == len(members) else members
@@ -119,3 +133,19 @@ def plain_text(text: str) -> str:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+# %% ../../nbs/replay/20_actions.ipynb #c017-state1
+def speller(state: TraceState, *, ordered: bool = False) -> Callable[[Action | str], str]:
+    "`canonical_action` in a state: with its tools, its agent's folder, and the files it has seen."
+    folder = state.metadata.get("folder")
+    folder = folder if isinstance(folder, str) else ""
+    seen: list[dict[str, Seen]] = []  # read when the first edit comes: it is a walk through all messages
+
+    def spell(action: Action | str) -> str:
+        action = read_action(action)
+        if not seen and any(changes_of(call, folder) for call in action.tool_calls):
+            seen.append(files_seen(state.messages, folder))
+        files = seen[0] if seen else {}
+        return canonical_action(action, state.tools, ordered=ordered, folder=folder, seen=files)
+
+    return spell

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..forward import eval_mode
-from .actions import canonical_action, opened, plain_text, read_action
+from .actions import opened, plain_text, read_action, speller
 from ..traces import Action, TraceState, action_text, parse_action
 from ..traces.tools import misfits
 
@@ -223,17 +223,16 @@ def consensus(
     able = {name: action for name, given in sorted(replies.items()) if (action := _able(given))}
     invalid = _invalid(able, state)
     able = {name: action for name, action in able.items() if name not in invalid}
-    same, forms = _same(judge, state), _forms(able, state, ordered)
+    same, spell = _same(judge, state), speller(state, ordered=ordered)
+    forms = _forms(able, spell)
     groups, contested = _groups(forms, same)
     abstentions = tuple(sorted(set(replies) - set(able)))
     if not groups:
         return Consensus(state.state_id, "no_replies", abstentions=abstentions, invalid=invalid)
     voters = [tuple(sorted(name for form in group for name in forms[form])) for group in groups]
     best = [_shortest(able, names) for names in voters]
-    votes = {
-        canonical_action(able[name], state.tools, ordered=ordered): names for name, names in zip(best, voters)
-    }
-    student = canonical_action(state.student_action, state.tools, ordered=ordered)
+    votes = {spell(able[name]): names for name, names in zip(best, voters)}
+    student = spell(state.student_action)
     agrees = any(student == form or same(*sorted((student, form))) for form in groups[0])
     outcome = _outcome([*map(len, voters), 0], threshold, min_margin, contested, agrees)
     winner, winner_from = (None, "") if contested else (_as_given(replies[best[0]]), best[0])
@@ -254,11 +253,11 @@ def _outcome(
     return "student_agrees" if student_agrees else "pair"
 
 
-def _forms(able: Mapping[str, Action], state: TraceState, ordered: bool) -> dict[str, list[str]]:
+def _forms(able: Mapping[str, Action], spell: Callable[[Action], str]) -> dict[str, list[str]]:
     "Canonical form to the teachers that gave it."
     forms: dict[str, list[str]] = {}
     for name, action in able.items():
-        forms.setdefault(canonical_action(action, state.tools, ordered=ordered), []).append(name)
+        forms.setdefault(spell(action), []).append(name)
     return forms
 
 

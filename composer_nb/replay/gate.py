@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .actions import same_action
+from .actions import speller
 from .ledger import Ledger
 from .protocol import Teacher, TeacherReply, TeacherRequest
 from ..traces import Action, TraceState, vendor_of
@@ -120,7 +120,8 @@ def _agrees(state: TraceState, action: Action, same: Callable[[Action, Action], 
     "Whether an action is the student's, by the user's comparison or by canonical form."
     if same is not None:
         return bool(same(action, state.student_action))
-    return same_action(action, state.student_action, state.tools)
+    spell = speller(state)
+    return spell(action) == spell(state.student_action)
 
 
 def _probability(

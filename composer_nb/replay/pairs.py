@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, get_args
 from transformers import PreTrainedTokenizerBase
 
 from ..batch import DPOPair
-from .actions import canonical_action
+from .actions import speller
 from composer_nb.replay.consensus import (
     Consensus,
     Outcome,
@@ -72,7 +72,7 @@ def extract_dpo_pairs(
                 if tokenizer is None
                 else student_messages(state.messages, tokenizer, state.tools)
             )
-            own = canonical_action(state.student_action, state.tools, ordered=ordered)
+            own = speller(state, ordered=ordered)(state.student_action)
             more = facts | _votes(found, _everyone(teacher_actions, teachers)) | {"canonical_rejected": own}
             pairs.append(_pair(state, found, list(shown), render, more))
     return pairs

@@ -230,6 +230,7 @@ def new_turn(record: Record, message: Mapping[str, Any], id: str, place: Place, 
     session, side, agent = thread
     version = text_or(record.data.get("version"))
     facts = {"session": session, "uuid": record.uuid, "message_id": id, "version": version}
+    facts |= {"folder": folder} if (folder := text_or(record.data.get("cwd"))) else {}
     facts |= {"sidechain": True, "agent": agent} if side else {}
     return Turn(id, place.context, record.line, text_or(message.get("model")), facts)
 

@@ -190,6 +190,7 @@ def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "The session: its id, and the system message that every turn had."
     names = {"session": "id", "version": "cli_version"}
     log.facts |= {name: text_or(payload.get(key)) for name, key in names.items()}
+    _moved(log, payload)
     base = payload.get("base_instructions")
     text = text_or(base.get("text")) if isinstance(base, Mapping) else text_or(base)
     if text and not log.context:
@@ -211,6 +212,11 @@ def _event(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 
 def _settings(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     log.model = text_or(payload.get("model")) or log.model
+    _moved(log, payload)
+
+
+def _moved(log: CodexLog, payload: Mapping[str, Any]) -> None:
+    log.facts |= {"folder": folder} if (folder := text_or(payload.get("cwd"))) else {}
 
 
 def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:

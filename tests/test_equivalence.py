@@ -1,0 +1,258 @@
+"""When two actions of a coding agent are the same: commands, edits, arguments, and where a state says the agent works."""
+
+import json
+import shlex
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.drills.equivalence import FOLDER, SEEN, cases, edit, patch, sh
+from composer_nb.redaction import Redactor
+from composer_nb.replay import agent_tools
+from composer_nb.replay.actions import canonical_action, same_action, speller
+from composer_nb.replay.consensus import consensus
+from composer_nb.replay.edits import Change, Seen, after, changes_of, edit_form, files_seen, numbered, patched
+from composer_nb.replay.shell import DEEPEST, LONGEST, command_form, relative, words_form
+from composer_nb.traces import Action, ToolCall, TraceState, ingest
+
+WHERE = {"folder": FOLDER, "seen": {path: Seen(text) for path, text in SEEN.items()}}
+WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=12)
+PIECES = ["ls", "-la", "&&", "||", "|", ";", "\n", "'a b'", '"x $Y"', "$(ls)", "`a`", "<<EOF", "EOF", ">", "2>&1", "<<<",
+          "(", ")", "{", "}", "if", "then", "fi", "for", "in", "do", "done", "#x", "\\", "*", "~", "A=1", "git", "add", "cd",
+          FOLDER, "-n", "5", "grep", "-e", "--", "é", "\0", "[[", "]]", "bash", "-c"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name[:80])
+def test_a_pair_is_judged_as_a_developer_does_or_kept_apart(case):
+    """What differs is never taken for the same; of what is the same, an edit of an unread file may be missed."""
+    found = same_action(case.one, case.other, **WHERE)
+    unread = case.group == "edits" and "other.py" in case.name
+    assert found == case.same or (case.same and unread)
+
+
+def test_few_pairs_are_missed():
+    right = [same_action(case.one, case.other, **WHERE) == case.same for case in cases()]
+    assert sum(right) >= 0.9 * len(right)
+
+
+# Commands
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([" ", "  ", ""])), max_size=10))
+def test_any_text_has_a_form_that_is_json_and_blanks_around_it_do_not_matter(pieces):
+    text = "".join(piece + gap for piece, gap in pieces)
+    form = command_form(text, FOLDER)
+    assert json.loads(json.dumps(form)) == form == command_form(f"  {text}  ".replace("\\  ", "\\"), FOLDER) or "\\" in text
+
+
+@settings(deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=5))
+def test_quoted_words_are_the_words(words):
+    """What `shlex` quotes is read back as those words, whatever they hold; a list of words is a command without a shell."""
+    typed = command_form(shlex.join(["prog", *words]))
+    assert typed == ["run", "prog", *words] == words_form(["prog", *words])
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["-a", "-l", "-R", "--all", "-t"]), max_size=4), st.sampled_from(["src", "a b", "-"]))
+def test_options_of_a_known_command_may_stand_anywhere(options, path):
+    one = shlex.join(["ls", *options, path])
+    other = shlex.join(["ls", path, *reversed(options)])
+    assert command_form(one) == command_form(other) != command_form(f"{one} more")
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("grep -e -n x", "grep -n -e x"),  # the value of -e is -n
+        ("head -n 5 -c 3 a", "head -n 3 -c 5 a"),
+        ("grep -A 3 x -- -y", "grep -A 3 x y"),
+        ("ls --sort=time", "ls --sort=size"),
+        ("rm -- -f", "rm -f"),
+        ("git commit -m a -m b", "git commit -m b -m a"),
+        ("git commit --amend", "git commit"),
+        ("bash -c 'a b'", "a"),
+        ("A=1 make", "make"),
+        ("A=1; make", "A=1 make"),
+        ("echo ''", "echo"),
+        ("a | b && c", "a && b | c"),
+        ("(cd src; ls)", "cd src; ls"),
+        ("cat <<'E'\n$x\nE", "cat <<E\n$x\nE"),
+        ("mv a b/", "mv a b"),
+        ("cd src && cat /work/shop/a.py", "cd src && cat a.py"),
+        (f"cd {FOLDER}/src && ls", "ls"),
+        (f"cd {FOLDER}; cd src; ls", "ls"),
+    ],
+)
+def test_what_a_shell_tells_apart_stays_apart(one, other):
+    assert command_form(one, FOLDER) != command_form(other, FOLDER)
+
+
+def test_options_end_where_two_hyphens_stand_and_a_value_is_not_an_option():
+    assert command_form("grep -e -n x") == command_form("grep -e '-n' x")
+    assert command_form("cat -- a") == command_form("cat a") != command_form("cat -- -a")
+    assert command_form("head -n") == ["run", "head", "-n"]  # its value is missing: as it is written
+
+
+def test_a_cd_and_redirections_of_a_list():
+    here = command_form("FOO=1 pytest -q 2>&1 | tail -n 5", FOLDER)
+    assert command_form(f"cd {FOLDER} && FOO=1 pytest -q 2>&1 | tail -5", FOLDER) == here
+    assert command_form(f"cd {FOLDER}/ ; FOO=1 pytest -q 2>&1 | tail -5", FOLDER) == here
+    assert command_form(f"cd {FOLDER}", FOLDER) == ["run", "cd", FOLDER]
+    assert command_form("a && b > c")[-1][0] == "redirected_statement"
+
+
+def test_long_and_deep_commands_stay_texts_and_cost_little():
+    deep, long = "(" * 2000 + "ls" + ")" * 2000, "ls " + "a" * LONGEST
+    since = time.perf_counter()
+    assert command_form(deep) == deep and command_form(long) == long
+    assert isinstance(command_form("(" * (DEEPEST // 4) + "ls" + ")" * (DEEPEST // 4)), list)
+    assert time.perf_counter() - since < 2
+    nested = "ls"
+    for _ in range(8):
+        nested = f"bash -c {shlex.quote(nested)}"
+    assert command_form(nested) == ["run", "ls"]
+
+
+def test_paths():
+    assert relative("") == "" and relative("/") == "/" and relative("//a") == "/a"
+    assert relative("../x", FOLDER) == "../x" and relative(f"{FOLDER}/../x", FOLDER) == "/work/x"
+    assert relative("/a", "/") == "a"
+
+
+# Edits
+
+
+@settings(deadline=None)
+@given(st.text("ab\n", min_size=1, max_size=30), st.data())
+def test_context_around_an_edit_does_not_matter_where_the_file_is_known(text, data):
+    """The same change with any piece of the file around it leaves the same file."""
+    first = data.draw(st.integers(0, len(text) - 1))
+    last = data.draw(st.integers(first + 1, len(text)))
+    seen, forms = {"f": Seen(text)}, set()
+    for low, high in ((0, len(text)), (first, last)):
+        old = text[low:high]
+        if text.count(old) != 1 or text.find(old) != low:
+            return
+        new = text[low:first] + "X" + text[last:high]
+        forms.add(json.dumps(edit_form([Change("f", old, new)], seen)))
+    assert len(forms) == 1
+
+
+def test_changes_to_a_file_are_made_one_after_another():
+    steps = [Change("f", "a", "b"), Change("f", "b c", "d")]
+    assert edit_form(steps, {"f": Seen("a c")}) == edit_form([Change("f", None, "d\n")], {})
+    assert edit_form(steps, {}) == {"f": [["a", "b"], ["b c", "d"]]}
+    assert edit_form([Change("f", "a", "b", every=True)], {"f": Seen("a a", whole=False)}) == {"f": [["a", "b", "every"]]}
+    assert edit_form([Change("f", None, None)], {"f": Seen("a")}) == {"f": "gone"}
+
+
+@pytest.mark.parametrize("lines", [
+    ["*** Update File: a", "+only new"], ["*** Update File: a", "*** Move to: b", "-x", "+y"],
+    ["*** Add File: a", "x"], ["*** Delete File: a", "-x"], ["*** Rename File: a"], ["x"],
+])  # fmt: skip
+def test_a_patch_that_cannot_be_read_is_compared_as_it_is(lines):
+    one = patch(*lines)
+    assert patched(one.tool_calls[0].arguments["input"]) is None
+    assert same_action(one, patch(*lines)) and not same_action(one, patch(*lines, "*** Add File: z", "+z"))
+
+
+def test_a_patch_of_many_files():
+    text = patch("*** Add File: b", "+x", "*** Update File: a", "@@", "-1", "+2", "@@ f", "-3", "+4", "*** Delete File: c")
+    assert [tuple(change) for change in changes_of(text.tool_calls[0])] == [
+        ("b", None, "x\n", False), ("a", "1\n", "2\n", False), ("a", "3\n", "4\n", False), ("c", None, None, False),
+    ]  # fmt: skip
+    in_words = ToolCall("shell", {"command": ["apply_patch", text.tool_calls[0].arguments["input"]]})
+    assert changes_of(in_words) == changes_of(text.tool_calls[0])
+
+
+@pytest.mark.parametrize("arguments", [
+    {"file_path": "a", "old_string": 1, "new_string": "x"}, {"file_path": "a", "old_string": "x"}, {"old_string": "x"},
+    {"file_path": "a", "edits": "x"}, {"file_path": "a", "edits": ["x"]}, "no object",
+])  # fmt: skip
+@pytest.mark.parametrize("tool", ["Edit", "MultiEdit"])
+def test_an_edit_that_is_not_whole_is_no_change(tool, arguments):
+    call = ToolCall(tool, arguments)
+    assert changes_of(call) is None
+    assert same_action(Action(tool_calls=(call,)), Action(tool_calls=(call,)))
+
+
+def reading(text, path="cart.py", **more):
+    asks = {"id": "r", "type": "function", "function": {"name": "Read", "arguments": {"file_path": path, **more}}}
+    told = "\n".join(f"{n:6}→{line}" for n, line in enumerate(text.splitlines(), 1))
+    return [{"role": "assistant", "content": "", "tool_calls": [asks]}, {"role": "tool", "tool_call_id": "r", "content": told}]
+
+
+def doing(call, result="done"):
+    asks = {"id": "w", "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+    return [{"role": "assistant", "content": "", "tool_calls": [asks]}, {"role": "tool", "tool_call_id": "w", "content": result}]
+
+
+def test_files_are_followed_through_a_conversation():
+    text = SEEN["cart.py"]
+    messages = reading(text, f"{FOLDER}/cart.py") + doing(edit("s = 0", "s = 1").tool_calls[0])
+    assert files_seen(messages, FOLDER) == {"cart.py": Seen(text.replace("s = 0", "s = 1"))}
+    assert files_seen(messages + doing(edit("gone", "x").tool_calls[0]), FOLDER) == files_seen(messages, FOLDER)
+    part = reading("def total(items):", "cart.py", limit=1)
+    assert not files_seen(part)["cart.py"].whole and files_seen(messages + part, FOLDER)["cart.py"].whole
+    assert files_seen(doing(ToolCall("Write", {"file_path": "n", "content": "x"}))) == {"n": Seen("x")}
+    assert numbered("no numbers") is None and numbered("1→a\n2→b\n\nA reminder.") == Seen("a\nb\n")
+
+
+# Arguments and states
+
+
+def test_a_row_for_a_tool_of_ones_own_and_a_role_that_is_none(monkeypatch):
+    one, other = (Action(tool_calls=(ToolCall("run", {"cmd": text}),)) for text in ("ls -la", "ls -a -l"))
+    assert not same_action(one, other)
+    monkeypatch.setitem(agent_tools.ROLES, "run", {"cmd": "shell"})
+    assert same_action(one, other)
+    monkeypatch.setitem(agent_tools.ROLES, "run", {"cmd": "bash"})
+    with pytest.raises(ValueError, match="run: role bash is none of shell"):
+        canonical_action(one)
+
+
+def test_null_is_left_out_only_where_a_schema_or_the_table_says_so():
+    tool = {"name": "f", "parameters": {"properties": {"a": {}, "b": {"default": 3}, "c": {}}, "required": ["c"]}}
+    f = lambda **arguments: Action(tool_calls=(ToolCall("f", arguments),))  # noqa: E731
+    assert same_action(f(a=None, c=1), f(c=1), [tool]) and not same_action(f(a=None, c=1), f(c=1))
+    assert not same_action(f(b=None, c=1), f(c=1), [tool]) and not same_action(f(c=None), f(), [tool])
+    assert not same_action(f(d=None, c=1), f(c=1), [tool])
+
+
+def test_teachers_that_differ_in_spelling_agree_in_a_state():
+    state = TraceState("s", reading(SEEN["cart.py"], f"{FOLDER}/cart.py"), sh("ls"), metadata={"folder": FOLDER})
+    long = "    s = 0\n    for i in items:"
+    replies = {"a": edit("s = 0", "s = 1"), "b": edit(long, long.replace("s = 0", "s = 1"), path="cart.py"),
+               "c": edit("s = 0", "s = 2")}  # fmt: skip
+    found = consensus(state, replies, threshold=2)
+    assert found.outcome == "pair" and list(found.votes.values()) == [("a", "b"), ("c",)]
+    elsewhere = TraceState("s", state.messages, sh("ls"), metadata={"folder": 7})
+    assert speller(elsewhere)(replies["a"]) != speller(state)(replies["a"])  # no folder: another path
+
+
+def test_logs_tell_the_folder_and_redaction_keeps_paths_comparable(tmp_path):
+    folder = "/home/maria/shop"
+    line = {"type": "assistant", "uuid": "u2", "parentUuid": "u1", "sessionId": "s", "cwd": folder, "version": "2", "message": {
+        "id": "m", "role": "assistant", "model": "claude-x", "content": [
+            {"type": "tool_use", "id": "t", "name": "Read", "input": {"file_path": f"{folder}/a.py"}}]}}  # fmt: skip
+    first = {"type": "user", "uuid": "u1", "sessionId": "s", "cwd": folder, "message": {"role": "user", "content": "Look."}}
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, (first, line))))
+    (state,) = ingest(tmp_path / "log.jsonl")
+    assert state.metadata["folder"] == folder
+    clean = Redactor().state(state)
+    assert "maria" not in json.dumps([dict(clean.metadata), clean.student_action.tool_calls[0].arguments])
+    there = Action(tool_calls=(ToolCall("Read", {"file_path": "a.py"}),))
+    assert speller(clean)(clean.student_action) == speller(clean)(there)
+
+
+def test_codex_tells_the_folder_and_follows_it(tmp_path):
+    reply = {"type": "response_item", "payload": {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi."}]}}
+    asked = {"type": "response_item", "payload": {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]}}
+    moves = {"type": "turn_context", "payload": {"model": "m", "cwd": "/b"}}
+    lines = [{"type": "session_meta", "payload": {"id": "s", "cwd": "/a"}}, asked, reply, moves, asked, reply]
+    (tmp_path / "rollout.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [s.metadata["folder"] for s in ingest(tmp_path / "rollout.jsonl")] == ["/a", "/b"]
