@@ -13,7 +13,7 @@ from composer_nb.redaction import Redactor
 from composer_nb.replay import agent_tools
 from composer_nb.replay.actions import canonical_action, same_action, speller
 from composer_nb.replay.consensus import consensus
-from composer_nb.replay.edits import Change, Seen, after, changes_of, edit_form, files_seen, numbered, patched
+from composer_nb.replay.edits import Change, Seen, changes_of, edit_form, files_seen, numbered, patched
 from composer_nb.replay.shell import DEEPEST, LONGEST, command_form, relative, words_form
 from composer_nb.traces import Action, ToolCall, TraceState, ingest
 

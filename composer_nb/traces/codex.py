@@ -88,6 +88,7 @@ class CodexTurn:
     line: int
     before: Prefix
     model: str
+    facts: dict[str, str]
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -182,7 +183,7 @@ def _finish(log: CodexLog) -> None:
         log.ready.append(TraceState(
             f"{log.source.stem}:{turn.line}", turn.before, turn.action,
             failures=tuple(turn.failures.values()), model=turn.model,
-            source=f"{log.source.name}:{turn.line}", metadata=dict(log.facts),
+            source=f"{log.source.name}:{turn.line}", metadata=turn.facts,
         ))  # fmt: skip
 
 # %% ../../nbs/data/09_codex.ipynb #codex013
@@ -250,7 +251,7 @@ def _item(log: CodexLog, line: int, item: Mapping[str, Any]) -> None:
     elif kind in ITEMS:
         if log.turn is None or log.turn.over:
             _finish(log)
-            log.turn = CodexTurn(line, log.context, log.model)
+            log.turn = CodexTurn(line, log.context, log.model, dict(log.facts))
         _grow(log.turn, kind, item)
     else:
         log.source.report.skipped[f"item {kind}"] += 1
