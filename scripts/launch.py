@@ -32,6 +32,7 @@ EXTRAS = {
     "kingfisher_sdk": "replay",
     "genai_prices": "replay",
     "orjson": "replay",
+    "tree_sitter": "replay",
     "data_juicer": "normalize",
     "torchft": "diloco",
     "zstandard": "diloco",

@@ -1,15 +1,19 @@
 """Pairs of actions of coding agents, and whether a developer would call them the same: written before the rule that is
 measured on them (`replay.actions`).
 
-An agent works in `FOLDER`, where it has read `SEEN`. Two actions are the same if they leave the same files behind and
+An agent works in `FOLDER`, where it has read `SEEN`. `outsiders` has pairs by somebody who did not know the rule:
+`blind` ones, which changed it afterwards, and `unseen` ones, which came when it stood. Two actions are the same if they leave the same files behind and
 tell the agent the same, for whatever those files hold; what only a person reads (a description of a command) is not part
 of it.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer_nb.replay.edits import Seen
 from composer_nb.traces import Action, ToolCall
 
 FOLDER = "/work/shop"
@@ -182,3 +186,12 @@ def cases() -> list[Case]:
         for same, pairs in ((True, equal), (False, unequal))
         for one, other in pairs
     ]
+
+
+def outsiders(name: str) -> tuple[list[Case], dict[str, Any]]:
+    """The pairs `blind` or `unseen`, and where their agents work, as `same_action` takes it."""
+    found = json.loads(Path(__file__).with_name(f"equivalence_{name}.json").read_text(encoding="utf-8"))
+    act = lambda said: Action(tool_calls=(ToolCall(said["name"], said["arguments"]),))  # noqa: E731
+    listed = [Case(name, pair["same"], act(pair["one"]), act(pair["other"])) for pair in found["pairs"]]
+    seen = {path: Seen(text) for path, text in found["seen"].items()}
+    return listed, {"folder": found["folder"], "seen": seen}

@@ -5,27 +5,29 @@
 # %% ../../nbs/replay/19_agent_tools.ipynb #agt003
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from .shell import command_form, relative, words_form
+from .commands import relative
+from .shell import command_form, run_in, words_form
 
 # %% auto #0
 __all__ = ['KNOWN_ROLES', 'ROLES', 'plain_arguments', 'plain_url']
 
 # %% ../../nbs/replay/19_agent_tools.ipynb #agt004
-KNOWN_ROLES = ("shell", "words", "path", "folder", "url", "note", "off")
+KNOWN_ROLES = ("shell", "words", "path", "folder", "url", "note")
 ROLES: dict[str, dict[str, str]] = {
-    "Bash": {"command": "shell", "description": "note", "run_in_background": "off"},
-    "Edit": {"file_path": "path", "replace_all": "off"},
+    "Bash": {"command": "shell", "description": "note", "timeout": "note", "run_in_background": "=false"},
+    "Edit": {"file_path": "path", "replace_all": "=false"},
     "Glob": {"path": "folder"},
-    "Grep": {"path": "folder", "-i": "off", "multiline": "off"},
+    "Grep": {"path": "folder", "-i": "=false", "multiline": "=false", "output_mode": '="files_with_matches"'},
     "LS": {"path": "folder"},
     "MultiEdit": {"file_path": "path"},
     "NotebookEdit": {"notebook_path": "path"},
-    "Read": {"file_path": "path"},
+    "Read": {"file_path": "path", "offset": "=1", "limit": "=2000"},
     "Task": {"description": "note"},
     "WebFetch": {"url": "url"},
     "Write": {"file_path": "path"},
@@ -34,8 +36,8 @@ ROLES: dict[str, dict[str, str]] = {
     "list_directory": {"path": "folder"},
     "read_file": {"absolute_path": "path", "file_path": "path"},
     "run_shell_command": {"command": "shell", "description": "note", "directory": "folder"},
-    "shell": {"command": "words", "workdir": "folder", "justification": "note"},
-    "shell_command": {"command": "shell", "workdir": "folder", "justification": "note"},
+    "shell": {"command": "words", "workdir": "folder", "justification": "note", "timeout_ms": "note"},
+    "shell_command": {"command": "shell", "workdir": "folder", "justification": "note", "timeout_ms": "note"},
     "str_replace_editor": {"path": "path"},
     "write_file": {"file_path": "path"},
 }
@@ -51,30 +53,32 @@ def plain_arguments(
     mine = roles.get(tool)
     if mine is None:
         return dict(arguments)
-    if unknown := sorted(set(mine.values()) - set(KNOWN_ROLES)):
-        raise ValueError(f"{tool}: role {', '.join(unknown)} is none of {', '.join(KNOWN_ROLES)}")
-    there = [name for name, role in mine.items() if role == "folder" and isinstance(arguments.get(name), str)]
-    place = posixpath.join(folder, arguments[there[0]]) if there else folder
+    if unknown := sorted(role for role in mine.values() if role not in KNOWN_ROLES and role[:1] != "="):
+        raise ValueError(f"{tool}: role {', '.join(unknown)} is none of {', '.join(KNOWN_ROLES)}, =DEFAULT")
+    held = [name for name, role in mine.items() if role == "folder" and isinstance(arguments.get(name), str)]
+    place = posixpath.join(folder, arguments[held[0]]) if held else folder
     found = {}
     for name, value in arguments.items():
         plain = _plain(mine.get(name, ""), value, folder, place)
         if plain is not None:
             found[name] = plain
+    if held and {"shell", "words"} & set(mine.values()):  # where it is run is part of the command
+        found.pop(held[0], None)
     return found
 
 
 def _plain(role: str, value: Any, folder: str, place: str) -> Any:
     "A value by its role; None where it says nothing."
-    if role == "note" or (role == "off" and value is False):
+    if role == "note" or (role.startswith("=") and value == json.loads(role[1:])):
         return None
     if role == "words" and isinstance(value, list):
-        return words_form(value, place)
+        return run_in(relative(place, folder), words_form(value, place))
     if not isinstance(value, str):
         return value
     if role == "folder":
         return None if relative(value, folder) in (".", "") else relative(value, folder)
     as_text: dict[str, Callable[[str], Any]] = {
-        "shell": lambda text: command_form(text, place),
+        "shell": lambda text: run_in(relative(place, folder), command_form(text, place)),
         "path": lambda text: relative(text, folder),
         "url": plain_url,
     }

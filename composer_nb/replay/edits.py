@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .shell import relative
+from .commands import relative
 from ..traces.state import Message, ToolCall, content_text, message_action
 
 # %% auto #0
@@ -43,10 +43,10 @@ def changes_of(call: ToolCall, folder: str = "") -> list[Change] | None:
     if not isinstance(path, str):
         return None
     path, how = relative(path, folder), given.get("command")
-    if call.name == "Write" or how == "create":
+    if call.name in ("Write", "write_file") or how == "create":
         text = given.get("content", given.get("file_text"))
         return [Change(path, None, text)] if isinstance(text, str) else None
-    if call.name not in ("Edit", "MultiEdit") and how != "str_replace":
+    if call.name not in ("Edit", "MultiEdit", "replace") and how != "str_replace":
         return None
     edits = given.get("edits") if call.name == "MultiEdit" else [given]
     found = [_replaced(path, edit) for edit in edits] if isinstance(edits, list) else [None]
