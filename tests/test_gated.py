@@ -1,5 +1,6 @@
 """The gated channel: what a kind of hint is believed to gain, which rows are compared, and how hard."""
 
+import json
 import logging
 import math
 
@@ -246,3 +247,13 @@ def test_episodes_of_many_turns_are_refused_by_name(tmp_path) -> None:
 
 def test_the_preset_is_one() -> None:
     assert LossConfig.preset("gated").hint_mode == "gated"
+
+
+def test_what_was_gained_goes_into_a_checkpoint_and_back(tmp_path) -> None:
+    one, _ = trained(tmp_path / "a", Checker(1.0), gate_cap=0.5)
+    kept = json.loads(json.dumps(one.remembered()))
+    other, _ = trained(tmp_path / "b", Checker(0.0), steps=1, gate_cap=0.5)
+    assert other.remembered() != one.remembered()
+    other.recall(kept)
+    assert other.remembered() == one.remembered() and other._gains.of("colour") == one._gains.of("colour")
+    assert other._cap.policy == one._cap.policy > 0

@@ -1,5 +1,6 @@
 """Verified re-takes: what is taken again, what of it is learned, and that the loss is the bare prompt's cross entropy."""
 
+import json
 import logging
 
 import pytest
@@ -288,3 +289,59 @@ def test_fresh_answers_come_before_those_that_are_due_again(tmp_path):
     assert [line["sdpo/tokens"] for line in lines] == [
         lengths[0], *(a + b for a, b in zip(lengths, lengths[1:], strict=False))
     ]  # fmt: skip
+
+
+class Third(Checker):
+    """Passes the re-takes of the third step of a run, and no others."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.trainer = step, None
+
+    def __call__(self, prompts, completions, completion_ids, **columns):
+        found = super().__call__(prompts, completions, completion_ids)
+        again = len(completions) != self.rows
+        return [float(again and self.trainer.state.global_step == self.step)] * len(found)
+
+
+def remembering(folder, resume=None, **options):
+    torch.manual_seed(0)
+    checker = Third(step=1)
+    trl = dict(max_steps=4, num_generations=2, save_steps=2, save_strategy="steps", save_only_model=False)
+    kwargs = dict(teacher="live", beta_replay=0.0, feedback_func=hinted) | VERIFIED | options
+    checker.trainer = trainer = build(folder, options=trl, **kwargs)
+    trainer.reward_funcs = [checker]
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, log(trainer)
+
+
+def test_a_run_that_was_cut_off_learns_what_was_due_and_lets_kinds_rest(tmp_path):
+    """What a checkpoint forgot would show: the answers of step 1 are due in steps 2 and 3, after it."""
+    whole, lines = remembering(tmp_path / "a", retake_repeats=3)
+    assert [line["sdpo/retakes_learned"] for line in lines] == [0, 2, 2, 2]
+    resumed, later = remembering(tmp_path / "b", str(tmp_path / "a" / "checkpoint-2"), retake_repeats=3)
+    assert [line["sdpo/retakes_learned"] for line in later[-2:]] == [2, 2]
+    for one, other in zip(lines[-2:], later[-2:], strict=True):
+        assert one["sdpo/loss"] == pytest.approx(other["sdpo/loss"], rel=1e-6)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_kind_that_rests_rests_on(tmp_path):
+    _, lines = remembering(tmp_path / "a", retake_rest=9)
+    assert [line["sdpo/retakes"] for line in lines] == [2, 0, 0, 0]  # the first ones fail
+    _, later = remembering(tmp_path / "b", str(tmp_path / "a" / "checkpoint-2"), retake_rest=9)
+    assert [line["sdpo/retakes"] for line in later[-2:]] == [0, 0]
+
+
+def test_a_checkpoint_without_the_memory_is_refused(tmp_path):
+    remembering(tmp_path / "a")
+    folder = tmp_path / "a" / "checkpoint-2"
+    (file,) = folder.glob("composer_hints_*.json")
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps(kept | {"processes": 2}))
+    with pytest.raises(ValueError, match="checkpoint-2 was written by 2 processes, not 1: resume with as many"):
+        remembering(tmp_path / "b", str(folder))
+    file.unlink()
+    with pytest.raises(ValueError, match="has no composer_hints_0.json: it was written with hint_mode='distil'"):
+        remembering(tmp_path / "c", str(folder))

@@ -18,7 +18,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..files import write_bytes, write_text
 
 # %% auto #0
-__all__ = ['TEACHER_FILE', 'STATE_FILE', 'ChannelState', 'write_state', 'read_state', 'last_checkpoint']
+__all__ = ['TEACHER_FILE', 'STATE_FILE', 'HINT_FILE', 'ChannelState', 'write_state', 'read_state', 'write_memory', 'read_memory',
+           'last_checkpoint']
 
 # %% ../../nbs/training/38_checkpoint.ipynb #4a97a022
 @dataclass(frozen=True)
@@ -62,6 +63,28 @@ def read_state(
             "the same initial weights to resume"
         )
     return found, load_file(folder / TEACHER_FILE) if found.teacher == "ema" else {}
+
+# %% ../../nbs/training/38_checkpoint.ipynb #hintmem0
+HINT_FILE = "composer_hints_{process}.json"
+
+
+def write_memory(folder: Path, memory: dict[str, Any], process: int, processes: int) -> None:
+    "What one process's re-takes have left behind, whole or not at all."
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / HINT_FILE.format(process=process), json.dumps({"processes": processes} | memory))
+
+
+def read_memory(folder: Path, process: int, processes: int) -> dict[str, Any]:
+    "The reverse. Raises ValueError where there is none, or for another number of processes."
+    path = folder / HINT_FILE.format(process=process)
+    if not path.is_file():
+        said = "it was written with hint_mode='distil', or by fewer processes"
+        raise ValueError(f"{folder.name} has no {path.name}: {said}; resume as it was begun")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if (wrote := found.pop("processes")) != processes:
+        said = f"{folder.name} was written by {wrote} processes, not {processes}"
+        raise ValueError(f"{said}: resume with as many")
+    return found
 
 # %% ../../nbs/training/38_checkpoint.ipynb #c1248a70
 def last_checkpoint(folder: str | os.PathLike) -> str | None:

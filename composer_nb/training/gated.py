@@ -105,6 +105,18 @@ class GatedTrainer(VerifiedTrainer):
         kept = [row for row, e in zip(rows, earned.cpu()) if e > own[row]]  # false where one is NaN
         return open_rows(self, fields, kept)
 
+    def remembered(self) -> dict[str, Any]:
+        gains = {} if self._gains is None else self._gains.sums
+        return super().remembered() | {"gains": gains, "policy": self._cap.policy if self._cap else 0.0}
+
+    def recall(self, found: Mapping[str, Any]) -> None:
+        super().recall(found)
+        self._gains = Gains(self.args.gate_memory, self.args.gate_errors)
+        self._gains.sums |= {kind: tuple(sums) for kind, sums in found["gains"].items()}
+        if self.args.gate_cap is not None:
+            self._cap = Cap(self.args.gate_cap)
+            self._cap.policy = found["policy"]
+
     def _look_at_gains(self, mine: Sequence[tuple[str, float]]) -> None:
         "Gains of all processes go into the estimate, and into the log."
         found = gather_object(list(mine))

@@ -26,7 +26,7 @@ from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
 from ..traces.pair import DPOPair
-from .checkpoint import ChannelState, read_state, write_state
+from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
 from .gated import GatedTrainer
@@ -287,14 +287,21 @@ class ResumableTrainer(ScheduledTrainer):
         taid = None if self.taid is None else self.taid.state_dict()
         return ChannelState(self.teacher.kind if self.teacher else None, self._base, taid)
 
+    def _rank_of(self) -> tuple[int, int]:
+        return self.accelerator.process_index, self.accelerator.num_processes
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if (state := self._kept()) is not None and self.args.should_save:
             write_state(folder, state, self.teacher.state_dict() if self.teacher is not None else None)
+        if self.args.hint_mode != "distil":
+            write_memory(folder, self.remembered(), *self._rank_of())
         super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # called on every way of resuming, DeepSpeed's too
+        if checkpoint is not None and self.args.hint_mode != "distil":
+            self.recall(read_memory(Path(checkpoint), *self._rank_of()))
         if checkpoint is None or (mine := self._kept()) is None:
             return
         dpo = bool(self.pairs) and self.args.dpo_variant == "dpo"
