@@ -4,6 +4,7 @@ from composer_nb.traces.anthropic import AnthropicIngester
 from composer_nb.traces.atif import ATIFIngester
 from composer_nb.traces.claude_code import ClaudeCodeIngester
 from composer_nb.traces.codex import CodexIngester
+from composer_nb.traces.claude_stream import ClaudeStreamIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -39,6 +40,7 @@ from composer_nb.traces.state import (
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
+    "ClaudeStreamIngester",
     "INGESTERS",
     "ATIFIngester",
     "Action",

@@ -22,7 +22,7 @@ except ImportError:
     orjson = None
 
 # %% auto #0
-__all__ = ['Problem', 'IngestReport', 'decode_line', 'Source']
+__all__ = ['DOCUMENTS', 'Problem', 'IngestReport', 'decode_line', 'Source']
 
 # %% ../../nbs/data/04_lines.ipynb #c007-f755f5
 @dataclass(frozen=True)
@@ -121,6 +121,9 @@ def decode_line(line: bytes) -> Any:
     return value
 
 # %% ../../nbs/data/04_lines.ipynb #c016-c04cb5
+DOCUMENTS = (".json", ".traj")  # files that hold one document; any other is lines
+
+
 @dataclass
 class Source:
     "One file of a log: its name for messages and ids, where its counts go, and its records."
@@ -147,7 +150,7 @@ class Source:
     def records(self) -> Iterator[tuple[int, dict[str, Any], int]]:
         "Line number, record, and a mark that two equal lines share."
         self.report.files += 1
-        found = _document_records(self) if self.path.suffix == ".json" else _line_records(self)
+        found = _document_records(self) if self.path.suffix in DOCUMENTS else _line_records(self)
         for number, record, mark in found:
             if isinstance(record, dict):
                 self.report.records += 1
