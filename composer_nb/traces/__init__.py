@@ -5,6 +5,7 @@ from composer_nb.traces.atif import ATIFIngester
 from composer_nb.traces.claude_code import ClaudeCodeIngester
 from composer_nb.traces.codex import CodexIngester
 from composer_nb.traces.claude_stream import ClaudeStreamIngester
+from composer_nb.traces.gemini import GeminiIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -40,6 +41,7 @@ from composer_nb.traces.state import (
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
+    "GeminiIngester",
     "ClaudeStreamIngester",
     "INGESTERS",
     "ATIFIngester",

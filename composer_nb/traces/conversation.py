@@ -59,6 +59,13 @@ class OpenTurn:
         self.calls[id] = tool_call(name, arguments, id)
         return self.calls[id]
 
+    def take(self, other: OpenTurn) -> None:
+        "Add what another turn did, which was read whole before anything of it is kept."
+        self.texts += other.texts
+        self.thoughts += other.thoughts
+        for call in other.calls.values():
+            self.call(call.name, call.arguments, call.id)
+
 # %% ../../nbs/data/06_conversation.ipynb #conv009
 @dataclass(eq=False)
 class Conversation:
