@@ -6,6 +6,7 @@ from composer_nb.traces.claude_code import ClaudeCodeIngester
 from composer_nb.traces.codex import CodexIngester
 from composer_nb.traces.claude_stream import ClaudeStreamIngester
 from composer_nb.traces.gemini import GeminiIngester
+from composer_nb.traces.responses import ResponsesIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -41,6 +42,7 @@ from composer_nb.traces.state import (
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
+    "ResponsesIngester",
     "GeminiIngester",
     "ClaudeStreamIngester",
     "INGESTERS",

@@ -18,7 +18,7 @@ from .prefix import Prefix
 from .state import Message, TraceState
 
 # %% auto #0
-__all__ = ['ITEMS', 'RECORDS', 'Output', 'parts_text', 'CodexLog', 'take_item', 'CodexIngester']
+__all__ = ['OUTPUTS', 'ITEMS', 'RECORDS', 'Output', 'parts_text', 'CodexLog', 'take_item', 'CodexIngester']
 
 # %% ../../nbs/data/09_codex.ipynb #codex006
 _EXIT_LINE = re.compile(r"^(?:Exit code:|Process exited with code) (-?\d{1,10})$", re.MULTILINE)
@@ -99,10 +99,8 @@ class CodexLog(Conversation):
             self.source.report.unknown[kind or "(no type)"] += 1
 
 # %% ../../nbs/data/09_codex.ipynb #codex012
-ITEMS = frozenset(
-    """message reasoning function_call function_call_output custom_tool_call custom_tool_call_output
-    local_shell_call""".split()
-)
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+ITEMS = frozenset("message reasoning function_call custom_tool_call local_shell_call".split()).union(OUTPUTS)
 RECORDS = frozenset("session_meta turn_context event_msg response_item compacted".split())
 
 # %% ../../nbs/data/09_codex.ipynb #codex013
@@ -155,10 +153,10 @@ def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 def take_item(talk: Conversation, line: int, item: Mapping[str, Any], exit_codes: bool = False) -> None:
     "One item of the model's input or output. Raises ValueError for one of another shape."
     kind = text_or(item.get("type"))
-    if kind in ("function_call_output", "custom_tool_call_output"):
+    if kind in OUTPUTS:
         output = Output.of(item.get("output"))
         failed = TOOL_ERROR if output.failed else "exit_code" if exit_codes and output.exit_code else ""
-        talk.result(line, text_or(item.get("call_id")), output.text, failed)
+        talk.result(line, text_or(item.get("call_id") or item.get("id")), output.text, failed)
     elif kind == "message" and item.get("role") != "assistant":
         talk.said(_said(item))
     elif kind in ITEMS:
