@@ -7,6 +7,8 @@ from composer_nb.traces.codex import CodexIngester
 from composer_nb.traces.claude_stream import ClaudeStreamIngester
 from composer_nb.traces.gemini import GeminiIngester
 from composer_nb.traces.responses import ResponsesIngester
+from composer_nb.traces.mini_swe_agent import MiniSWEAgentIngester
+from composer_nb.traces.swe_agent import SWEAgentIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -42,6 +44,8 @@ from composer_nb.traces.state import (
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
+    "SWEAgentIngester",
+    "MiniSWEAgentIngester",
     "ResponsesIngester",
     "GeminiIngester",
     "ClaudeStreamIngester",

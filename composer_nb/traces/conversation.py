@@ -59,11 +59,11 @@ class OpenTurn:
         self.calls[id] = tool_call(name, arguments, id)
         return self.calls[id]
 
-    def take(self, other: OpenTurn) -> None:
-        "Add what another turn did, which was read whole before anything of it is kept."
-        self.texts += other.texts
-        self.thoughts += other.thoughts
-        for call in other.calls.values():
+    def take(self, action: Action) -> None:
+        "Add an action, which was read whole before anything of it is kept."
+        self.texts.append(action.text)
+        self.thoughts += [action.thinking] if action.thinking else []
+        for call in action.tool_calls:
             self.call(call.name, call.arguments, call.id)
 
 # %% ../../nbs/data/06_conversation.ipynb #conv009
@@ -107,11 +107,14 @@ class Conversation:
         if failed:
             turn.failures[id] = ToolFailure(turn.calls[id], text, failed)
 
-    def finish(self) -> None:
-        "Nothing is added to the turn any more: it stands in the context, and is a state if it did anything."
+    def finish(self, *, last: bool = False) -> None:
+        """Nothing is added to the turn any more: it stands in the context, and is a state if it did anything.
+
+        `last`: nothing follows in the log by design, so a call without a result is no fault.
+        """
         turn, self.turn = self.turn, None
         if turn is not None:
-            self.context = _settled(turn, self.source)
+            self.context = turn.before if last else _settled(turn, self.source)
             self.ready += _state(self, turn)
 
     def taken(self) -> list[TraceState]:

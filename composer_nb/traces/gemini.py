@@ -103,7 +103,7 @@ def take_content(talk: Conversation, line: int, role: Any, content: Any, name: s
     "One content of a history. Raises ValueError for another shape."
     skipped, parts = talk.source.report.skipped, parts_of(content)
     if role == "model":
-        talk.acts(line, id=name, name=name).take(model_parts(line, parts, skipped))
+        talk.acts(line, id=name, name=name).take(model_parts(line, parts, skipped).action)
     elif role == "user":
         responses, text = user_parts(parts, skipped)
         for response in responses:
@@ -143,7 +143,7 @@ def _gemini(talk: Conversation, line: int, message: Mapping[str, Any], name: str
         call = _recorded(made, record, held)
         if call is not None and record.get("result") is not None:
             answers.append(_recorded_response(call, record))
-    talk.acts(line, id=name, name=name).take(made)
+    talk.acts(line, id=name, name=name).take(made.action)
     for response in answers:
         _answer(talk, line, response, response.failed)
 

@@ -89,22 +89,13 @@ def record_states(source: Source, line: int, record: Mapping[str, Any]) -> list[
             take_item(talk, line, item)
         if not answer.get("output"):
             skipped["request without a reply"] += 1
-    return _finished(talk, line, answer is not None)
+    talk.finish(last=answer is not None)  # the results of its calls are in a later request
+    return [replace(s, state_id=f"{source.stem}:{line}/{i}") for i, s in enumerate(talk.taken())]
 
 # %% ../../nbs/data/09_responses.ipynb #resp010
 def _parts(item: Mapping[str, Any]) -> list[Any]:
     content = item.get("content")
     return [{"type": "text", "text": content}] if isinstance(content, str) else listed(item, "content")
-
-
-def _finished(talk: Conversation, line: int, logged: bool) -> list[TraceState]:
-    "The states that are ready, named by their record. The open calls of a response are not aborted ones."
-    turn = talk.turn
-    if logged and turn is not None:
-        turn.results = {id: {} for id in turn.calls}  # their results are in a later request
-    talk.finish()
-    stem = talk.source.stem
-    return [replace(s, state_id=f"{stem}:{line}/{i}") for i, s in enumerate(talk.taken())]
 
 # %% ../../nbs/data/09_responses.ipynb #resp011
 class ResponsesIngester(FileIngester, format="responses"):
