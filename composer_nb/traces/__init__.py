@@ -9,6 +9,8 @@ from composer_nb.traces.gemini import GeminiIngester
 from composer_nb.traces.responses import ResponsesIngester
 from composer_nb.traces.mini_swe_agent import MiniSWEAgentIngester
 from composer_nb.traces.swe_agent import SWEAgentIngester
+from composer_nb.traces.openhands import OpenHandsIngester
+from composer_nb.traces.sharegpt import ShareGPTIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -44,6 +46,8 @@ from composer_nb.traces.state import (
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
+    "ShareGPTIngester",
+    "OpenHandsIngester",
     "SWEAgentIngester",
     "MiniSWEAgentIngester",
     "ResponsesIngester",

@@ -25,7 +25,7 @@ __all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'log
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
 Format = Literal[
     "anthropic", "atif", "claude-code", "claude-stream", "codex", "gemini", "mini-swe-agent",
-    "responses", "swe-agent", "chat",
+    "openhands", "responses", "sharegpt", "swe-agent", "chat",
 ]  # chat is last: it takes any record with messages that is nobody else's
 INGESTERS: dict[str, type[FileIngester] | None] = dict.fromkeys(get_args(Format))
 

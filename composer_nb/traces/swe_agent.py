@@ -98,7 +98,7 @@ def run_states(source: Source, line: int, record: Mapping[str, Any], run: str) -
 
 # %% ../../nbs/data/09_swe_agent.ipynb #swe012
 class SWEAgentIngester(FileIngester, format="swe-agent"):
-    "States from trajectories of SWE-agent: a `.traj` or `.json` document each, or one per line of a `.jsonl`."
+    "States from trajectories of SWE-agent: a `.traj` or `.json` document each, or lines of a `.jsonl`."
 
     suffixes = (".traj", ".json", ".jsonl")
 
