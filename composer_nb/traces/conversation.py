@@ -96,26 +96,12 @@ class Conversation:
 
     def result(self, line: int, id: str, text: str, failed: str = "") -> None:
         "Take what a call gave back; `failed` is the kind of its failure, if it failed."
-        turn = self.turn
-        if turn is not None:
-            turn.over = True
-        if turn is None or id not in turn.calls or id in turn.results:
-            why = "is not in the turn before it, or has one: left out"
-            self.source.repair(line, f"result of {id[:60]!r}, a call that {why}")
-            return
-        turn.results[id] = {"role": "tool", "tool_call_id": id, "content": text}
-        if failed:
-            turn.failures[id] = ToolFailure(turn.calls[id], text, failed)
+        _file(self, line, id, text, failed)
 
     def finish(self, *, last: bool = False) -> None:
-        """Nothing is added to the turn any more: it stands in the context, and is a state if it did anything.
-
-        `last`: nothing follows in the log by design, so a call without a result is no fault.
-        """
+        "The turn is over, and a state if it did anything. `last`: nothing follows it, so calls may be open."
         turn, self.turn = self.turn, None
-        if turn is not None:
-            self.context = turn.before if last else _settled(turn, self.source)
-            self.ready += _state(self, turn)
+        self.ready += _finished(self, turn, last) if turn is not None else []
 
     def taken(self) -> list[TraceState]:
         "The states that are ready, once."
@@ -123,6 +109,20 @@ class Conversation:
         return taken
 
 # %% ../../nbs/data/06_conversation.ipynb #conv010
+def _file(talk: Conversation, line: int, id: str, text: str, failed: str) -> None:
+    "File a result under its call; one without a call that waits for it is reported."
+    turn = talk.turn
+    if turn is not None:
+        turn.over = True
+    if turn is None or id not in turn.calls or id in turn.results:
+        why = "is not in the turn before it, or has one: left out"
+        talk.source.repair(line, f"result of {id[:60]!r}, a call that {why}")
+        return
+    turn.results[id] = {"role": "tool", "tool_call_id": id, "content": text}
+    if failed:
+        turn.failures[id] = ToolFailure(turn.calls[id], text, failed)
+
+
 def _settled(turn: OpenTurn, source: Source) -> Prefix:
     "The context after a turn: what it did, one result for each call, and what was said meanwhile."
     results = []
@@ -135,8 +135,10 @@ def _settled(turn: OpenTurn, source: Source) -> Prefix:
     return turn.before.plus(*did, *results, *turn.trailing)
 
 
-def _state(talk: Conversation, turn: OpenTurn) -> list[TraceState]:
+def _finished(talk: Conversation, turn: OpenTurn, last: bool) -> list[TraceState]:
+    "The state that a turn becomes, if it did anything; the turn stands in the context."
     source, skipped = talk.source, talk.source.report.skipped
+    talk.context = turn.before if last else _settled(turn, source)
     if not turn.action or not turn.before:
         skipped["turn without a context" if turn.action else "turn that only thought"] += 1
         return []

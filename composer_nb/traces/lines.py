@@ -121,9 +121,6 @@ def decode_line(line: bytes) -> Any:
     return value
 
 # %% ../../nbs/data/04_lines.ipynb #c016-c04cb5
-DOCUMENTS = (".json", ".traj")  # files that hold one document; any other is lines
-
-
 @dataclass
 class Source:
     "One file of a log: its name for messages and ids, where its counts go, and its records."
@@ -165,6 +162,7 @@ class Source:
             self.bar.update(size)
 
 # %% ../../nbs/data/04_lines.ipynb #c017-662180
+DOCUMENTS = (".json", ".traj")  # files that hold one document; any other is lines
 _AROUND = b" \t\r\n\0\xef\xbb\xbf"
 
 

@@ -91,6 +91,14 @@ def _hear(run: MiniRun, message: Mapping[str, Any], extra: Any, failed: str) -> 
             turn.failures[f"#{len(turn.failures)}"] = failure
     run.talk.said(message)
 
+# %% ../../nbs/data/09_mini_swe_agent.ipynb #mini011s
+def _model(record: Mapping[str, Any]) -> str:
+    "The model that a trajectory's settings name."
+    at: Any = record
+    for key in ("info", "config", "model", "model_name"):
+        at = at.get(key) if isinstance(at, Mapping) else None
+    return text_or(at)
+
 # %% ../../nbs/data/09_mini_swe_agent.ipynb #mini012
 class MiniSWEAgentIngester(FileIngester, format="mini-swe-agent"):
     """States from trajectories of mini-swe-agent: a `.traj.json` each, or one per line of a `.jsonl`.
@@ -125,11 +133,3 @@ class MiniSWEAgentIngester(FileIngester, format="mini-swe-agent"):
                     run.take(number, message)
             run.talk.finish(last=True)
             yield from run.talk.taken()
-
-
-def _model(record: Mapping[str, Any]) -> str:
-    "The model that a trajectory's settings name."
-    at: Any = record
-    for key in ("info", "config", "model", "model_name"):
-        at = at.get(key) if isinstance(at, Mapping) else None
-    return text_or(at)

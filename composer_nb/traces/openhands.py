@@ -123,7 +123,7 @@ def _reply(run: HandsRun, name: str, metadata: Mapping[str, Any]) -> None:
         run.talk.model = text_or(response.get("model"))
         run.talk.acts(run.line, id=id, name=name).take(action)
 
-
+# %% ../../nbs/data/09_openhands.ipynb #hands010s
 def _observe(run: HandsRun, event: Mapping[str, Any]) -> None:
     "What a call gave back, or an error that belongs to no call."
     metadata = event.get("tool_call_metadata")
@@ -134,6 +134,12 @@ def _observe(run: HandsRun, event: Mapping[str, Any]) -> None:
         run.talk.said({"role": "user", "content": observed_text(event)})
     else:
         run.talk.source.report.skipped[f"observation {event['observation']}"] += 1
+
+
+def _events(record: Mapping[str, Any]) -> list[Any] | None:
+    "The events that a record holds, if it holds a list."
+    held = (record.get(key) for key in ("history", "trajectory"))
+    return next((value for value in held if isinstance(value, list)), None)
 
 # %% ../../nbs/data/09_openhands.ipynb #hands012
 class OpenHandsIngester(FileIngester, format="openhands"):
@@ -173,9 +179,3 @@ class OpenHandsIngester(FileIngester, format="openhands"):
             yield from run.talk.taken()
         alone.talk.finish(last=True)
         yield from alone.talk.taken()
-
-
-def _events(record: Mapping[str, Any]) -> list[Any] | None:
-    "The events that a record holds, if it holds a list."
-    held = (record.get(key) for key in ("history", "trajectory"))
-    return next((value for value in held if isinstance(value, list)), None)
