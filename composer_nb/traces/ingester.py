@@ -206,8 +206,8 @@ def ingest(
     known = {name: kind for name, kind in INGESTERS.items() if kind}
     if format != "auto" and format not in known:
         raise ValueError(f"unknown format {format!r}; known: auto, {', '.join(known)}")
-    kinds = known.values() if format == "auto" else [known[format]]
-    files = log_files(root, list(dict.fromkeys(suffix for kind in kinds for suffix in kind.suffixes)))
+    every = [".jsonl", ".json", *(suffix for kind in known.values() for suffix in kind.suffixes)]
+    files = log_files(root, list(dict.fromkeys(every)) if format == "auto" else known[format].suffixes)
     formats = [file_format(file) if format == "auto" else format for file in files]
     if root.is_file() and formats == [None]:
         names = ", ".join(known)
