@@ -68,7 +68,7 @@ SAMPLES = [
     ("codex", {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}),
     ("codex", {"type": "response_item", "payload": {"type": "message", "role": "user", "content": []}}),
     ("gemini", {"sessionId": "s", "projectHash": "p", "messages": []}),
-    ("gemini", {"id": "u", "timestamp": "t", "type": "user", "content": "q"}),
+    ("gemini", {"id": "g", "timestamp": "t", "type": "gemini", "content": "a"}),
     ("gemini", {"$set": {"lastUpdated": "t"}}), ("gemini", {"role": "model", "parts": [{"text": "a"}]}),
     ("gemini", {"history": [{"role": "user", "parts": [{"text": "q"}]}]}),
     ("mini-swe-agent", {"messages": [ASKS, SAYS], "info": {}, "trajectory_format": "mini-swe-agent-1.1"}),

@@ -132,6 +132,19 @@ def test_responses_without_ids_belong_to_the_first_open_call_of_their_name(tmp_p
     assert [m["content"] for m in states[1].messages] == ["go", "Both.", "ok", "gone"] and not report.repairs
 
 
+def test_two_checkpoints_in_one_file_are_two_conversations(tmp_path):
+    states, _ = read(tmp_path, [{"history": checkpoint()}, {"history": checkpoint()}], GeminiIngester)
+    assert [len(s.messages) for s in states] == [1, 4, 1, 4] and len({s.state_id for s in states}) == 4
+
+
+def test_data_in_a_result_is_counted_and_a_change_that_is_none_reported(tmp_path):
+    seen = call("a", {"output": "ok"})
+    seen["result"].append({"inlineData": {}})
+    states, report = read(tmp_path, [META, ASK, gemini("g1", "x", seen), {"$set": 5}, END], GeminiIngester)
+    assert states[1].messages[-1]["content"] == "ok\n[inlineData]"
+    assert report.skipped == {"part inlineData": 1} and report.bad_lines == 1
+
+
 @pytest.mark.parametrize(("said", "text", "failed"), [
     ({"output": "x"}, "x", False), ({"error": "x"}, "x", True), ({"output": "x", "error": ""}, "x", False), ({"n": 1}, '{"n": 1}', False),
 ])  # fmt: skip
@@ -141,7 +154,8 @@ def test_responses(said, text, failed):
 
 
 def test_a_line_of_a_session_is_nobody_elses():
-    for record in (META, ASK, BOTH, {"$set": {}}, {"$rewindTo": "x"}, {"history": checkpoint()}, *checkpoint()):
+    assert record_format(ASK) is None  # so many logs have such lines
+    for record in (META, BOTH, {"$set": {}}, {"$rewindTo": "x"}, {"history": checkpoint()}, *checkpoint()):
         assert record_format(record) == "gemini"
 
 

@@ -142,7 +142,7 @@ def _gemini(talk: Conversation, line: int, message: Mapping[str, Any], name: str
     for record in records:
         call = _recorded(made, record, held)
         if call is not None and record.get("result") is not None:
-            answers.append(_recorded_response(call, record))
+            answers.append(_recorded_response(call, record, talk.source.report.skipped))
     talk.acts(line, id=name, name=name).take(made.action)
     for response in answers:
         _answer(talk, line, response, response.failed)
@@ -163,11 +163,10 @@ def _recorded(made: OpenTurn, record: Any, held: bool) -> ToolCall | None:
     return made.call(record.get("name"), record.get("args"), record.get("id"))
 
 
-def _recorded_response(call: ToolCall, record: Mapping[str, Any]) -> Response:
-    "What a record says its call gave back: its response, or a text. Parts of other calls are not its own."
-    parts = parts_of(record["result"])
-    responses, text = user_parts(parts, Counter())
-    own = [response for response in responses if response.id in ("", call.id)]
+def _recorded_response(call: ToolCall, record: Mapping[str, Any], skipped: Counter[str]) -> Response:
+    "What a record says its call gave back: its response, or a text. Those of other calls are not its own."
+    responses, text = user_parts(parts_of(record["result"]), skipped)
+    own = [response for response in responses if response.id in ("", call.id)] or responses
     said = "\n".join([*(response.text for response in own), *([text] if text is not None else [])])
     return Response(call.id, call.name, said, record.get("status") == "error")
 
@@ -191,7 +190,8 @@ class GeminiLog:
         "Keep a message under its id. Raises ValueError for one without."
         if not isinstance(message, Mapping) or not ("parts" in message or text_or(message.get("id"))):
             raise ValueError(f"a message has no id: {str(message)[:80]!r}")
-        self.messages[text_or(message.get("id")) or str(len(self.messages) + 1)] = line, message
+        name = text_or(message.get("id")) or f"{line}/{len(self.messages) + 1}"
+        self.messages[name] = line, message
 
     def walk(self) -> list[TraceState]:
         "The states of the messages that were not walked before."
@@ -223,7 +223,9 @@ def _record(log: GeminiLog, line: int, record: Mapping[str, Any]) -> Iterator[Tr
     "Take one line or document; the states that are complete before it changes what there is."
     kind = next((key for key in ("$set", "$rewindTo", "history", "sessionId") if key in record), "message")
     log.source.report.types[kind] += 1
-    change = record["$set"] if isinstance(record.get("$set"), Mapping) else record
+    change = record.get("$set", record)
+    if not isinstance(change, Mapping):
+        raise ValueError(f"$set is {type(change).__name__}, not an object")
     if kind == "$rewindTo":
         yield from log.walk()
         names = list(log.messages)
@@ -231,9 +233,10 @@ def _record(log: GeminiLog, line: int, record: Mapping[str, Any]) -> Iterator[Tr
         log.messages = {name: log.messages[name] for name in names[:at]}
     elif kind in ("$set", "sessionId"):
         yield from _session(log, line, change)
+    elif kind == "history":
+        yield from _session(log, line, {"messages": record["history"]})
     else:
-        for message in listed(record, "history") if kind == "history" else [record]:
-            log.put(line, message)
+        log.put(line, record)
 
 
 def _session(log: GeminiLog, line: int, change: Mapping[str, Any]) -> Iterator[TraceState]:
@@ -265,7 +268,7 @@ class GeminiIngester(FileIngester, format="gemini"):
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:
-        "A session, a message or a change of one, or a history of contents."
+        "A session, a message of Gemini's or a change of one, or a history of contents."
         if isinstance(record.get("projectHash"), str) and isinstance(record.get("sessionId"), str):
             return True
         if isinstance(record.get("$set"), Mapping) or isinstance(record.get("$rewindTo"), str):
@@ -273,9 +276,8 @@ class GeminiIngester(FileIngester, format="gemini"):
         history = record.get("history")
         if isinstance(history, list) and "trajectory" not in record:
             return any(_is_content(content) for content in history)
-        kinds = ("user", "gemini", "info", "warning", "error")
-        is_message = record.get("type") in kinds and "message" not in record
-        return _is_content(record) or (is_message and {"id", "timestamp", "content"} <= record.keys())
+        is_message = record.get("type") == "gemini" and {"id", "timestamp", "content"} <= record.keys()
+        return _is_content(record) or is_message
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
