@@ -4,6 +4,13 @@ from composer_nb.traces.anthropic import AnthropicIngester
 from composer_nb.traces.atif import ATIFIngester
 from composer_nb.traces.claude_code import ClaudeCodeIngester
 from composer_nb.traces.codex import CodexIngester
+from composer_nb.traces.claude_stream import ClaudeStreamIngester
+from composer_nb.traces.gemini import GeminiIngester
+from composer_nb.traces.responses import ResponsesIngester
+from composer_nb.traces.mini_swe_agent import MiniSWEAgentIngester
+from composer_nb.traces.swe_agent import SWEAgentIngester
+from composer_nb.traces.openhands import OpenHandsIngester
+from composer_nb.traces.sharegpt import ShareGPTIngester
 from composer_nb.traces.ingester import (
     INGESTERS,
     FileIngester,
@@ -39,6 +46,13 @@ from composer_nb.traces.state import (
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
+    "ShareGPTIngester",
+    "OpenHandsIngester",
+    "SWEAgentIngester",
+    "MiniSWEAgentIngester",
+    "ResponsesIngester",
+    "GeminiIngester",
+    "ClaudeStreamIngester",
     "INGESTERS",
     "ATIFIngester",
     "Action",

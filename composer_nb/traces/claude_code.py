@@ -371,9 +371,12 @@ class ClaudeCodeIngester(FileIngester, format="claude-code"):
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:
-        "A session record has a known type, or a uuid and a parent."
-        kind = record.get("type")
-        return isinstance(kind, str) and (kind in KNOWN_TYPES or {"uuid", "parentUuid"} <= record.keys())
+        "A session record has a known type, or a uuid and a parent. One with a `session_id` is of a stream."
+        kind, streamed = record.get("type"), "session_id" in record and "sessionId" not in record
+        if kind in ("user", "assistant") and "message" not in record:
+            return False
+        known = isinstance(kind, str) and (kind in KNOWN_TYPES or {"uuid", "parentUuid"} <= record.keys())
+        return known and not streamed
 
     def passes_over(self, file: Path) -> bool:
         "Files of sub-agents, unless side chains are wanted."

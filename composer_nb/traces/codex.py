@@ -8,24 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from .conversation import Conversation, OpenTurn, counted
 from .ingester import TOOL_ERROR, FileIngester, text_or
 from .lines import Source
 from .prefix import Prefix
-from composer_nb.traces.state import (
-    Action,
-    Message,
-    ToolCall,
-    ToolFailure,
-    TraceState,
-    action_message,
-    tool_call,
-)
+from .state import Message, TraceState
 
 # %% auto #0
-__all__ = ['ITEMS', 'RECORDS', 'Output', 'CodexTurn', 'CodexLog', 'CodexIngester']
+__all__ = ['OUTPUTS', 'ITEMS', 'RECORDS', 'Output', 'parts_text', 'CodexLog', 'take_item', 'CodexIngester']
 
 # %% ../../nbs/data/09_codex.ipynb #codex006
 _EXIT_LINE = re.compile(r"^(?:Exit code:|Process exited with code) (-?\d{1,10})$", re.MULTILINE)
@@ -45,7 +38,7 @@ class Output:
         if isinstance(value, Mapping):
             return cls(cls.of(value.get("content", "")).text, failed=value.get("success") is False)
         if isinstance(value, list):
-            return cls(_parts_text(value))
+            return cls(parts_text(value))
         if not isinstance(value, str):
             raise ValueError(f"the output of a call is {type(value).__name__}, neither text nor parts")
         envelope = _envelope(value)
@@ -69,10 +62,10 @@ def _envelope(text: str) -> Mapping[str, Any] | None:
     return value if fits and isinstance(value.get("output"), str) else None
 
 # %% ../../nbs/data/09_codex.ipynb #codex007
-def _parts_text(parts: Sequence[Any]) -> str:
-    "The text of content parts; another part stands as its type in brackets."
-    found = []
-    for part in parts:
+def parts_text(parts: Sequence[Any] | str) -> str:
+    "The text of content parts; another part stands as its type in brackets. Raises ValueError for others."
+    found = [parts] if isinstance(parts, str) else []
+    for part in () if isinstance(parts, str) else parts:
         if not isinstance(part, Mapping):
             raise ValueError(f"a content part is {type(part).__name__}, not an object")
         kind = part.get("type")
@@ -80,63 +73,20 @@ def _parts_text(parts: Sequence[Any]) -> str:
         found.append(text_or(part.get("text")) if is_text else f"[{kind}]")
     return "\n".join(found)
 
-# %% ../../nbs/data/09_codex.ipynb #codex010
-@dataclass(eq=False)
-class CodexTurn:
-    "What the model gave between two inputs."
-
-    line: int
-    before: Prefix
-    model: str
-    facts: dict[str, str]
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    failures: dict[str, ToolFailure] = field(default_factory=dict)
-    open: dict[str, ToolCall] = field(default_factory=dict)
-    over: bool = False
-
-    @property
-    def action(self) -> Action:
-        return Action("\n".join(self.texts), tuple(self.calls), "\n".join(self.thoughts))
-
-    def call(self, name: Any, arguments: Any, id: Any) -> None:
-        "Raises ValueError for a call without a name, or with arguments that are neither object nor text."
-        if not isinstance(name, str) or not name:
-            raise ValueError("a call names no tool")
-        if not isinstance(arguments, (str, Mapping)):
-            raise ValueError(f"arguments of {name} are {type(arguments).__name__}, neither text nor object")
-        id = text_or(id) or "call"
-        id += f"_{len(self.calls)}" if id == "call" or id in [call.id for call in self.calls] else ""
-        self.calls.append(tool_call(name, arguments, id))
-        self.open[self.calls[-1].id] = self.calls[-1]
-
 # %% ../../nbs/data/09_codex.ipynb #codex011
 @dataclass(eq=False)
-class CodexLog:
-    "One rollout file on its way through: the context so far, and the turn that may still grow."
+class CodexLog(Conversation):
+    "One rollout file on its way through."
 
-    source: Source
     exit_codes: bool = False
-    context: Prefix = field(default_factory=Prefix)
-    turn: CodexTurn | None = None
-    model: str = ""
-    facts: dict[str, str] = field(default_factory=dict)
-    ready: list[TraceState] = field(default_factory=list)
 
     def states(self) -> Iterator[TraceState]:
         for line, record, _ in self.source.records():
-            try:
+            with counted(self.source, line):
                 self.read(line, record)
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                self.source.bad(line, str(error) or "nested too deeply")
             yield from self.taken()
-        _finish(self)
+        self.finish()
         yield from self.taken()
-
-    def taken(self) -> list[TraceState]:
-        taken, self.ready = self.ready, []
-        return taken
 
     def read(self, line: int, record: Mapping[str, Any]) -> None:
         kind, payload = text_or(record.get("type")), record.get("payload")
@@ -144,54 +94,21 @@ class CodexLog:
         if kind in _READERS and isinstance(payload, Mapping):
             _READERS[kind](self, line, payload)
         elif kind in ITEMS:
-            _item(self, line, record)
+            take_item(self, line, record, self.exit_codes)
         elif "record_type" not in record and "instructions" not in record:
             self.source.report.unknown[kind or "(no type)"] += 1
 
 # %% ../../nbs/data/09_codex.ipynb #codex012
-ITEMS = frozenset(
-    """message reasoning function_call function_call_output custom_tool_call custom_tool_call_output
-    local_shell_call""".split()
-)
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+ITEMS = frozenset("message reasoning function_call custom_tool_call local_shell_call".split()).union(OUTPUTS)
 RECORDS = frozenset("session_meta turn_context event_msg response_item compacted".split())
-
-
-def _close(log: CodexLog) -> None:
-    "The model's items are over: what they did stands in the context."
-    turn = log.turn
-    if turn is not None and not turn.over:
-        turn.over = True
-        if turn.action:
-            log.context = log.context.plus(action_message(turn.action))
-
-
-def _finish(log: CodexLog) -> None:
-    "Nothing is added to the turn any more; it becomes a state."
-    _close(log)
-    turn, log.turn = log.turn, None
-    if turn is None:
-        return
-    for id, call in turn.open.items():
-        log.source.repair(turn.line, f"call {id[:60]!r} of {call.name} has no result; it stands as aborted")
-        log.context = log.context.plus({"role": "tool", "tool_call_id": id, "content": "aborted"})
-    skipped = log.source.report.skipped
-    if not turn.action:
-        skipped["turn that only thought"] += 1
-    elif not turn.before:
-        skipped["turn without a context"] += 1
-    else:
-        log.ready.append(TraceState(
-            f"{log.source.stem}:{turn.line}", turn.before, turn.action,
-            failures=tuple(turn.failures.values()), model=turn.model,
-            source=f"{log.source.name}:{turn.line}", metadata=turn.facts,
-        ))  # fmt: skip
 
 # %% ../../nbs/data/09_codex.ipynb #codex013
 def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "The session: its id, and the system message that every turn had."
     names = {"session": "id", "version": "cli_version"}
     log.facts |= {name: text_or(payload.get(key)) for name, key in names.items()}
-    _moved(log, payload)
+    log.folder = text_or(payload.get("cwd"))
     base = payload.get("base_instructions")
     text = text_or(base.get("text")) if isinstance(base, Mapping) else text_or(base)
     if text and not log.context:
@@ -202,7 +119,7 @@ def _event(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "Of what the screen showed, only that the last turns of the user were taken back."
     if payload.get("type") != "thread_rolled_back":
         return
-    _finish(log)
+    log.finish()
     messages, turns = list(log.context), payload.get("num_turns")
     asked = [i for i, m in enumerate(messages) if m["role"] == "user" and not m["content"].startswith("<")]
     turns = min(turns if isinstance(turns, int) and turns > 0 else 0, len(asked))
@@ -213,16 +130,12 @@ def _event(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 
 def _settings(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     log.model = text_or(payload.get("model")) or log.model
-    _moved(log, payload)
-
-
-def _moved(log: CodexLog, payload: Mapping[str, Any]) -> None:
-    log.facts |= {"folder": folder} if (folder := text_or(payload.get("cwd"))) else {}
+    log.folder = text_or(payload.get("cwd")) or log.folder
 
 
 def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "The context becomes the history that replaces it."
-    _finish(log)
+    log.finish()
     log.context = Prefix.of([m for m in log.context if m["role"] == "system"])
     history = payload.get("replacement_history")
     if isinstance(history, list):
@@ -230,39 +143,36 @@ def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
         try:
             for item in history:
                 if isinstance(item, Mapping):
-                    _item(log, line, item)
+                    take_item(log, line, item)
         finally:
-            _finish(log)
+            log.finish()
             del log.ready[known:]
     elif summary := text_or(payload.get("message")):
         log.source.repair(line, "a compaction that names no history: its summary is the context")
         log.context = log.context.plus({"role": "user", "content": summary})
 
 # %% ../../nbs/data/09_codex.ipynb #codex015
-def _item(log: CodexLog, line: int, item: Mapping[str, Any]) -> None:
-    "One item of the model's input or output."
+def take_item(talk: Conversation, line: int, item: Mapping[str, Any], exit_codes: bool = False) -> None:
+    "One item of the model's input or output. Raises ValueError for one of another shape."
     kind = text_or(item.get("type"))
-    if kind in ("function_call_output", "custom_tool_call_output"):
-        _close(log)
-        _result(log, line, item)
+    if kind in OUTPUTS:
+        output = Output.of(item.get("output"))
+        failed = TOOL_ERROR if output.failed else "exit_code" if exit_codes and output.exit_code else ""
+        talk.result(line, text_or(item.get("call_id") or item.get("id")), output.text, failed)
     elif kind == "message" and item.get("role") != "assistant":
-        _finish(log)
-        log.context = log.context.plus(_said(item))
+        talk.said(_said(item))
     elif kind in ITEMS:
-        if log.turn is None or log.turn.over:
-            _finish(log)
-            log.turn = CodexTurn(line, log.context, log.model, dict(log.facts))
-        _grow(log.turn, kind, item)
+        _grow(talk.acts(line), kind, item)
     else:
-        log.source.report.skipped[f"item {kind}"] += 1
+        talk.source.report.skipped[f"item {kind}"] += 1
 
 
-def _grow(turn: CodexTurn, kind: str, item: Mapping[str, Any]) -> None:
+def _grow(turn: OpenTurn, kind: str, item: Mapping[str, Any]) -> None:
     "Take an item of the model into its turn."
     if kind == "message":
-        turn.texts.append(_parts_text(item.get("content") or []))
+        turn.texts.append(parts_text(item.get("content") or []))
     elif kind == "reasoning":
-        turn.thoughts.append(_parts_text(item.get("summary") or item.get("content") or []))
+        turn.thoughts.append(parts_text(item.get("summary") or item.get("content") or []))
     elif kind == "function_call":
         turn.call(item.get("name"), item.get("arguments"), item.get("call_id"))
     elif kind == "custom_tool_call":
@@ -273,28 +183,19 @@ def _grow(turn: CodexTurn, kind: str, item: Mapping[str, Any]) -> None:
         turn.call("local_shell", shown, item.get("call_id") or item.get("id"))
 
 
-_READERS = {"session_meta": _meta, "turn_context": _settings, "compacted": _compact, "response_item": _item}
-_READERS["event_msg"] = _event
-
-# %% ../../nbs/data/09_codex.ipynb #codex016
 def _said(item: Mapping[str, Any]) -> Message:
     "A message that is not the model's. Raises ValueError for a role that no chat has."
     if item.get("role") not in ("user", "system", "developer"):
         raise ValueError(f"a message has role {item.get('role')!r}, not user, system, developer or assistant")
-    return {"role": item["role"], "content": _parts_text(item.get("content") or [])}
+    return {"role": item["role"], "content": parts_text(item.get("content") or [])}
+
+# %% ../../nbs/data/09_codex.ipynb #codex016
+def _response_item(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
+    take_item(log, line, payload, log.exit_codes)
 
 
-def _result(log: CodexLog, line: int, item: Mapping[str, Any]) -> None:
-    "The result of a call, behind its turn; one whose call is not there is reported and left out."
-    id, output = text_or(item.get("call_id")), Output.of(item.get("output"))
-    call = log.turn.open.pop(id, None) if log.turn else None
-    if call is None:
-        log.source.repair(line, f"result of {id[:60]!r}, a call that is not in the turn before it: left out")
-        return
-    log.context = log.context.plus({"role": "tool", "tool_call_id": id, "content": output.text})
-    if output.failed or (log.exit_codes and output.exit_code):
-        kind = TOOL_ERROR if output.failed else "exit_code"
-        log.turn.failures[id] = ToolFailure(call, output.text, kind)
+_READERS = {"session_meta": _meta, "turn_context": _settings, "compacted": _compact}
+_READERS |= {"event_msg": _event, "response_item": _response_item}
 
 # %% ../../nbs/data/09_codex.ipynb #codex017
 class CodexIngester(FileIngester, format="codex"):
@@ -323,4 +224,4 @@ class CodexIngester(FileIngester, format="codex"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one rollout file."
-        return CodexLog(source, self.exit_codes).states()
+        return CodexLog(source, exit_codes=self.exit_codes).states()

@@ -23,7 +23,10 @@ __all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'log
            'result_text', 'split_thought', 'record_format', 'file_format', 'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
-Format = Literal["anthropic", "atif", "chat", "claude-code", "codex"]
+Format = Literal[
+    "anthropic", "atif", "claude-code", "claude-stream", "codex", "gemini", "mini-swe-agent",
+    "openhands", "responses", "sharegpt", "swe-agent", "chat",
+]  # chat is last: it takes any record with messages that is nobody else's
 INGESTERS: dict[str, type[FileIngester] | None] = dict.fromkeys(get_args(Format))
 
 
@@ -203,7 +206,8 @@ def ingest(
     known = {name: kind for name, kind in INGESTERS.items() if kind}
     if format != "auto" and format not in known:
         raise ValueError(f"unknown format {format!r}; known: auto, {', '.join(known)}")
-    files = log_files(root, (".jsonl", ".json") if format == "auto" else known[format].suffixes)
+    every = [".jsonl", ".json", *(suffix for kind in known.values() for suffix in kind.suffixes)]
+    files = log_files(root, list(dict.fromkeys(every)) if format == "auto" else known[format].suffixes)
     formats = [file_format(file) if format == "auto" else format for file in files]
     if root.is_file() and formats == [None]:
         names = ", ".join(known)

@@ -22,7 +22,7 @@ except ImportError:
     orjson = None
 
 # %% auto #0
-__all__ = ['Problem', 'IngestReport', 'decode_line', 'Source']
+__all__ = ['DOCUMENTS', 'Problem', 'IngestReport', 'decode_line', 'Source']
 
 # %% ../../nbs/data/04_lines.ipynb #c007-f755f5
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Source:
     def records(self) -> Iterator[tuple[int, dict[str, Any], int]]:
         "Line number, record, and a mark that two equal lines share."
         self.report.files += 1
-        found = _document_records(self) if self.path.suffix == ".json" else _line_records(self)
+        found = _document_records(self) if self.path.suffix in DOCUMENTS else _line_records(self)
         for number, record, mark in found:
             if isinstance(record, dict):
                 self.report.records += 1
@@ -162,6 +162,7 @@ class Source:
             self.bar.update(size)
 
 # %% ../../nbs/data/04_lines.ipynb #c017-662180
+DOCUMENTS = (".json", ".traj")  # files that hold one document; any other is lines
 _AROUND = b" \t\r\n\0\xef\xbb\xbf"
 
 
