@@ -239,7 +239,7 @@ _PROMPT = re.compile(
     rf"@{_HOST}(?:(?:[: ]{{1,2}}(?:~|/)[^\s$#%>\]]{{0,128}}| [^\s$#%>\]@]{{1,64}}\])? ?[$#%❯](?=\s|\Z)"
     r"|'s password|: Permission denied)"
 )
-_REMOTE = re.compile(r"(?<![\w./-])(?:ssh|scp|sftp|rsync|mosh|sshfs|autossh|ssh-copy-id)(?:\s|://)[^\n\\]{1,200}")
+_REMOTE = [re.compile(rf"{name}(?:\s|://)[^\n\\]{{1,200}}") for name in (r"ssh[\w-]{0,8}", "scp", "sftp", "rsync", "mosh")]
 _LOGIN = re.compile(rf"(?<![\w.@/-])({_USER})@({_HOST})(?![\w@])|(?<=ssh://)({_USER})@({_HOST})")
 
 
@@ -256,7 +256,7 @@ def _login_spans(text: str) -> Iterator[Span]:
         if user and login_user(user[0]):
             host = re.match(rf"@{_HOST}", at[0])
             yield Span(at.start() - len(user[0]), at.start() + len(host[0]), "login", "personal")
-    for call in _REMOTE.finditer(text) if "@" in text else ():
+    for call in (call for name in _REMOTE for call in name.finditer(text) if "@" in call[0]):
         for hit in _LOGIN.finditer(text, *call.span()):
             if login_user(hit[0]):
                 yield Span(*hit.span(), "login", "personal")

@@ -32,54 +32,60 @@ def _markup_spans(text: str, low: str) -> Iterator[Span]:
         name = next(filter(None, map(names_secret, names)), "")
         value, inner = _VALUE.search(text, *tag.span()), _INNER.match(text, tag.end())
         if name and value:
-            yield from _value_span(name, value, 2 if value[2] else 3, "markup")
+            yield from _value_span(name, text, value.span(2 if value[2] else 3), "markup")
         if name and inner:
-            yield from _value_span(name, inner, 1, "markup")
+            yield from _value_span(name, text, inner.span(1), "markup")
 
 
-def _value_span(name: str, hit: re.Match[str], group: int, kind: str, bare: bool = False) -> Iterator[Span]:
-    "The group's span, when it is a value and no reference."
-    if is_value(name, hit[group], bare):
-        yield Span(*hit.span(group), kind, generic=True)
+def _value_span(name: str, text: str, place: tuple[int, int], kind: str, bare: bool = False) -> Iterator[Span]:
+    "The place's span, when it holds a value and no reference."
+    if is_value(name, text[slice(*place)], bare):
+        yield Span(*place, kind, generic=True)
 
 # %% ../../nbs/data/10_syntax.ipynb #statements-code
 _QUOTE = r"\\{0,4}[\"']"
-_STATEMENTS = {
-    "SQL": ("identified password role", re.compile(
-        rf"(identified\s{{1,4}}(?:with\s{{1,4}}\S{{1,64}}\s{{1,4}})?(?:by|as)(?:\s{{1,4}}password)?"
-        rf"|\b(?:role|user|login|set)\b[^\n;]{{0,200}}?\bpassword)\s{{0,4}}[(=]?\s{{0,4}}{_QUOTE}([^\s\"'\\]{{4,256}}){_QUOTE}",
-        re.I)),
-    "call": ("define( putenv( setenv( property( item( set(", re.compile(
-        rf"(?:define|putenv|setenv|set_?property|set_?item|\bset)\(\s{{0,4}}{_QUOTE}([\w.-]{{1,128}}){_QUOTE}"
-        rf"\s{{0,4}},\s{{0,4}}{_QUOTE}([^\s\"'\\]{{6,256}}){_QUOTE}", re.I)),
-    "variable": ("value", re.compile(
-        r"\bname[\"'\\]{0,4}\s{0,4}:\s{0,4}[\"'\\]{0,4}([\w.-]{1,128})[\"'\\]{0,4},?(?:\s|\\+[nr]){1,32}[\"'\\]{0,4}value[\"'\\]{0,4}"
-        r"\s{0,4}:\s{0,4}[\"'\\]{0,4}([^\s\"'\\,{}]{4,512})", re.I)),
-}
+_ROLE = re.compile(r"\b(?:role|user|login|set)\b")
+_SQL = [
+    re.compile(rf"{begin}\s{{0,4}}[(=]?\s{{0,4}}{_QUOTE}([^\s\"'\\]{{4,256}}){_QUOTE}")
+    for begin in (r"identified\s{1,4}(?:with\s{1,4}\S{1,64}\s{1,4})?(?:by|as)(?:\s{1,4}password)?", "password")
+]
+_CALLS = [
+    re.compile(rf"{begin}\(\s{{0,4}}{_QUOTE}([\w.-]{{1,128}}){_QUOTE}\s{{0,4}},\s{{0,4}}{_QUOTE}([^\s\"'\\]{{6,256}}){_QUOTE}")
+    for begin in ("define", "putenv", "setenv", "setproperty", "setitem", "set")
+]
+_SIGNS = r"[\"'\\]{0,4}"
+_VARIABLE = re.compile(
+    rf"name{_SIGNS}\s{{0,4}}:\s{{0,4}}{_SIGNS}([\w.-]{{1,128}}){_SIGNS},?(?:\s|\\+[nr]){{1,32}}{_SIGNS}value{_SIGNS}"
+    rf"\s{{0,4}}:\s{{0,4}}{_SIGNS}([^\s\"'\\,{{}}]{{4,512}})"
+)
 
 
 def _statement_spans(text: str, low: str) -> Iterator[Span]:
     "Passwords in SQL, and values that are handed over or listed with a secret's name."
-    for kind, (needles, pattern) in _STATEMENTS.items():
-        for hit in pattern.finditer(text) if any(needle in low for needle in needles.split()) else ():
-            name = "password" if kind == "SQL" else names_secret(hit[1])
-            if name:
-                yield from _value_span(name, hit, 2, kind, bare=kind == "call")
+    for pattern in _SQL:
+        for hit in pattern.finditer(low):
+            before = max(low.rfind("\n", 0, hit.start()) + 1, hit.start() - 200)
+            if hit[0].startswith("i") or _ROLE.search(low, before, hit.start()):
+                yield from _value_span("password", text, hit.span(1), "SQL")
+    for pattern in (*_CALLS, _VARIABLE):
+        for hit in pattern.finditer(low):
+            if name := names_secret(text[slice(*hit.span(1))]):
+                yield from _value_span(name, text, hit.span(2), "named value", bare=pattern is not _VARIABLE)
 
 # %% ../../nbs/data/10_syntax.ipynb #tables-code
 _CELL = r"\"?\w[\w .-]{0,40}\"?"
-_HEADING = re.compile(
-    rf"(?m:^)(?=[^\n]{{0,512}}?(?i:pass|pwd|secret|token|key))({_CELL}(?:([,;\t]){_CELL}(?:\2{_CELL}){{0,62}}+))(?=\r?\n)"
-)
-_ROW_CELL = r"(?:\"[^\"\n]{0,512}\"|[^\"\n,;\t]{0,512})"
+_HEADING = re.compile(rf"({_CELL}(?:([,;\t]){_CELL}(?:\2{_CELL}){{0,62}}+))(?=\r?\n)")
+_COLUMNS = [re.compile(rf"{root}\w{{0,8}}\"?(?:[,;\t]|\r?\n)") for root in ("pass", "pwd", "secret", "token", "key")]
+_FIELD = r"(?:\"[^\"\n]{0,512}\"|[^\"\n,;\t]{0,512})"
 
 
-def _table_spans(text: str) -> Iterator[Span]:
+def _table_spans(text: str, low: str) -> Iterator[Span]:
     "Cells under a heading that is called a secret."
-    for heading in _HEADING.finditer(text) if "\n" in text else ():
+    lines = {low.rfind("\n", max(0, hit.start() - 512), hit.start()) + 1 for c in _COLUMNS for hit in c.finditer(low)}
+    for heading in filter(None, (_HEADING.match(text, line) for line in sorted(lines))):
         names = [cell.strip('" ') for cell in heading[1].split(heading[2])]
         secret = [i for i, name in enumerate(names) if names_secret(name)]
-        row = re.compile(rf"\r?\n({_ROW_CELL}(?:{heading[2]}{_ROW_CELL}){{{len(names) - 1}}})(?=\r?\n|\Z)")
+        row = re.compile(rf"\r?\n({_FIELD}(?:{heading[2]}{_FIELD}){{{len(names) - 1}}})(?=\r?\n|\Z)")
         at = heading.end()
         while secret and (line := row.match(text, at)):
             at, start = line.end(), line.start(1)
@@ -91,37 +97,43 @@ def _table_spans(text: str) -> Iterator[Span]:
                 start += len(cell) + 1
 
 # %% ../../nbs/data/10_syntax.ipynb #prose-code
-_SAID = re.compile(
-    r"\b(?:pass(?:word|phrase|code|wd)|pw|pwd|passwort|kennwort|contrase(?:ñ|n)a|mot de passe|senha|wachtwoord|api[ -]key"
-    r"|(?:access |secret )?token|secret)(?: (?:for|of|to|on|für|de|para|pour) [^\n:=\"']{1,60}?)?"
-    r"(?:\s?[:=]|\s(?:(?:was |has been |is )?(?:changed|set|reset) to|is|was|ist|lautet|es|est|é))\s{1,2}(?:now |still )?"
-    r"(?:\\{0,4}[\"'`“‘«]([^\s\"'`\\]{4,128}?)[.,]?\\{0,4}[\"'`”’»]|([^\s\"'`\\<>(){}\[\],;]{5,128})(?![(\[]))", re.I
+_NAMED = ("pass(?:word|phrase|code|wd|wort)?", "pwd?", "secret", "token", "api[ -]key", "kennwort", "contrase[ñn]a",
+          "mot de passe", "senha", "wachtwoord")
+_IS = (
+    r"(?: (?:for|of|to|on|für|de|para|pour) [^\n:=\"']{1,60}?)?(?:\s?[:=]|\s(?:(?:was |has been |is )?(?:changed|set|reset) to"
+    r"|is|was|ist|lautet|es|est|é))\s{1,2}(?:now |still )?"
+    r"(?:\\{0,4}[\"'`“‘«]([^\s\"'`\\]{4,128}?)[.,]?\\{0,4}[\"'`”’»]|([^\s\"'`\\<>(){}\[\],;]{5,128})(?![(\[]))"
 )
+_SAID = [re.compile(name + _IS) for name in _NAMED]
 _MEASURE = re.compile(
-    r"(?i)[\d.,x–-]+[-_ ]?(?:bit|byte|char|digit|letter|word|day|hour|minute|second|min|sec|ms|s|h|d|kb|mb|px|%)"
+    r"[\d.,x–-]+[-_ ]?(?:bit|byte|char|digit|letter|word|day|hour|minute|second|min|sec|ms|s|h|d|kb|mb|px|%)"
     r"|(?:sha|md|base|utf|aes|rsa|hs|rs|es|ed|oauth|http|v|p|x|python|type|part|step|version)[-_]?\d"
-    r"|[\w.-]*/|[\d.:-]+\Z|[a-z_.]+\(")
+    r"|[\w.-]*/|[\d.:-]+\Z|[a-z_.]+\("
+)
 
 
 def _prose_spans(text: str, low: str) -> Iterator[Span]:
     "Passwords that a sentence gives away."
-    if not any(word in low for word in ("pass", "pw", "secret", "token", "api", "kennwort", "contrase", "senha", "wachtw")):
-        return
-    for hit in _SAID.finditer(text):
-        group = 1 if hit[1] else 2
-        value = hit[group].rstrip(".,?:") if group == 2 else hit[1]
+    for hit in (hit for pattern in _SAID for hit in pattern.finditer(low)):
+        start, end = hit.span(1 if hit[1] else 2)
+        value = text[start:end] if hit[1] else text[start:end].rstrip(".,?:")
         mixed = any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
-        if not is_reference(value) and (group == 1 or mixed and not _MEASURE.match(value)):
-            yield Span(hit.start(group), hit.start(group) + len(value), "prose", generic=True)
+        whole_word = not low[hit.start() - 1 : hit.start()].isalpha()
+        if whole_word and not is_reference(value) and (hit[1] or mixed and not _MEASURE.match(value.lower())):
+            yield Span(start, start + len(value), "prose", generic=True)
 
 # %% ../../nbs/data/10_syntax.ipynb #files-code
-_AUTH = re.compile(r"(?<![a-z])_?auth[\"'\\]{0,6}\s{0,4}[:=]\s{0,4}[\"'\\]{0,6}([A-Za-z0-9+/_-]{8,4096}={0,2})", re.I)
+_AUTH = re.compile(r"auth[\"'\\]{0,6}\s{0,4}[:=]\s{0,4}[\"'\\]{0,6}([a-z0-9+/_-]{8,4096}={0,2})")
 _BREAK = r"(?:\s|\\+[nr])*+"
 _LINES = rf"(?:[A-Za-z0-9+/=]{{16,}}+{_BREAK})*+(?:(?=[A-Za-z]{{0,15}}[0-9+/=])[A-Za-z0-9+/]{{1,15}}+={{0,2}}(?=[\r\n\\\"]|\Z))?"
-_HEADLESS = re.compile(
-    r"(?<![A-Za-z0-9+/])(?:MI[IG][A-Za-z0-9+/]{1,3}(?:IBAAK|IBADAN|AgEAM|AgEBBD)|MI[IG][A-Za-z0-9+/]{4,8}BgkqhkiG9w0BBQ"
-    r"|MHcCAQEEI|MC4CAQAwBQYDK2V|b3BlbnNzaC1rZXkt)[A-Za-z0-9+/=]{16,}+" + _BREAK + _LINES
-)
+_DATA = rf"[A-Za-z0-9+/=]{{16,}}+{_BREAK}{_LINES}"
+_HEADLESS = [
+    re.compile(rf"{begin}(?<![A-Za-z0-9+/]{begin}){rest}{_DATA}")
+    for begin, rest in (
+        ("MI", r"[IG](?:[A-Za-z0-9+/]{1,3}(?:IBAAK|IBADAN|AgEAM|AgEBBD)|[A-Za-z0-9+/]{4,8}BgkqhkiG9w0BBQ)"),
+        ("MHcCAQEEI", ""), ("MC4CAQAwBQYDK2V", ""), ("b3BlbnNzaC1rZXkt", ""),
+    )
+]
 _PUTTY = re.compile(rf"Private-Lines: \d+{_BREAK}({_LINES})")
 _TAIL = re.compile(rf"(?<![A-Za-z0-9+/=])(?:[A-Za-z0-9+/=]{{4,}}+{_BREAK})+\Z")
 
@@ -136,12 +148,12 @@ def is_login(value: str) -> bool:
     return bool(user and colon and password) and plain.isprintable()
 
 
-def _key_spans(text: str) -> Iterator[Span]:
+def _key_spans(text: str, low: str) -> Iterator[Span]:
     "Logins of registries, and data of private keys without the line that begins them."
-    for hit in _AUTH.finditer(text) if "uth" in text or "UTH" in text else ():
-        if is_login(hit[1]):
+    for hit in _AUTH.finditer(low):
+        if not low[hit.start() - 1 : hit.start()].isalpha() and is_login(text[slice(*hit.span(1))]):
             yield Span(*hit.span(1), "registry login")
-    for hit in _HEADLESS.finditer(text):
+    for hit in (hit for pattern in _HEADLESS for hit in pattern.finditer(text)):
         yield Span(hit.start(), hit.start() + len(_trimmed(hit[0])), "private key")
     for hit in _PUTTY.finditer(text) if "Private-Lines" in text else ():
         yield Span(hit.start(1), hit.start(1) + len(_trimmed(hit[1])), "private key")
@@ -162,5 +174,5 @@ def syntax_spans(text: str) -> Iterator[Span]:
     yield from _markup_spans(text, low)
     yield from _statement_spans(text, low)
     yield from _prose_spans(text, low)
-    yield from _table_spans(text)
-    yield from _key_spans(text)
+    yield from _table_spans(text, low)
+    yield from _key_spans(text, low)

@@ -107,7 +107,8 @@ _VENDORS += [(kind, needle, re.compile(pattern)) for kind, (needle, pattern) in 
 
 
 def vendor_spans(text: str) -> Iterator[Span]:
-    "Tokens of the vendors in the tables above."
+    "Tokens of the vendors in the tables above. Where no word is long enough for one, none is looked for."
+    words = " ".join(word for word in text.split() if len(word) >= 24)
     for kind, needle, pattern in _VENDORS:
-        if needle in text:
+        if needle in (text if " " in needle else words):
             yield from (Span(*hit.span(), kind) for hit in pattern.finditer(text))
