@@ -94,7 +94,7 @@ Detectors = Sequence[Callable[[str], Iterable[Span]]]
 
 
 def broken_spans(text: str, detectors: Detectors, whole: Sequence[Span]) -> Iterator[Span]:
-    "Spans that `detectors` find in the views of `text`; `whole` are those that they found in the text itself."
+    "Spans that `detectors` find in the views of `text`; `whole` are those that they found in it itself."
     if view := plain_view(text):
         yield from (view.back(span) for detector in detectors for span in detector(view.text))
     if found := chains(text):
@@ -106,7 +106,8 @@ def _joined_spans(
 ) -> Iterator[Span]:
     pieces = [run for runs in found for run in (*runs, (runs[-1][1], runs[-1][1] + 1))]
     view = view_of(text, (run for run in pieces if run[1] <= len(text)))
-    secrets = {span.start for span in whole if span.family == "secret" and not span.generic}
+    secrets = [span for span in whole if span.family == "secret" and not span.generic]
+    begun, done = {span.start for span in secrets}, {span.end for span in secrets}
     breaks = {first[1]: second[0] for runs in found for first, second in zip(runs, runs[1:])}
     ends = sorted(breaks)
     for span in (view.back(span) for detector in detectors for span in detector(view.text)):
@@ -114,7 +115,8 @@ def _joined_spans(
         if not crossed or span.generic or span.family != "secret":
             continue
         wide = crossed[0] - text.rfind("\n", 0, crossed[0]) > 60
-        if (wide or span.start not in secrets) and not any(breaks[end] in secrets for end in crossed):
+        wide = wide and any(map(str.isdigit, text[breaks[crossed[0]] : span.end]))
+        if (wide or crossed[0] not in done) and not any(breaks[end] in begun for end in crossed):
             yield span
 
 # %% ../../nbs/data/11_broken.ipynb #mended-code

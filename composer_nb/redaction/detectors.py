@@ -241,7 +241,8 @@ _FREE = r"(?:(?<![A-Za-z0-9_.])|(?<=\\[nrtbf])|(?<=[^A-Za-z]-[A-Z])|(?<=[0-9;]m)
 _HOMES = {
     rf"{_FREE}(?:/mnt)?(?:/[a-z])?/(?:home|Users)/(\w[\w.-]*)": ("/home/", "/users/"),
     r"(?i:%2F(?:home|Users)%2F)([A-Za-z0-9._-]+)": ("%2fhome", "%2fusers"),
-    r"(?:(?m:^)|(?<=projects[/\\]))(?:[A-Za-z]-)?-(?:home|Users)-([A-Za-z0-9_]+)(?=[-/]|\Z)": ("-home-", "-users-"),
+    r"(?:(?m:^)|(?<=projects[/\\]))(?:[A-Za-z]-)?-(?:home|Users)-([A-Za-z0-9_]+)(?=[-/]|\Z)":
+        ("-home-", "-users-"),
     r"(?:[A-Za-z]:)?\\{1,4}(?i:Users|home)\\{1,4}"
     r"([^\\/:*?\"<>|\s]+(?: [^\\/:*?\"<>|\s]{1,32}(?=\\))?)": ("\\home\\", "\\users\\"),
     r"[A-Za-z]:/(?i:Users)/([^\\/:*?\"<>|\s]+)": (":/users/",),

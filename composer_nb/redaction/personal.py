@@ -20,7 +20,7 @@ __all__ = ['KINDS', 'luhn', 'verhoeff', 'weighted', 'is_card', 'is_iban', 'is_ss
 
 # %% ../../nbs/data/10_personal.ipynb #digits
 def luhn(digits: str) -> bool:
-    "Whether every second digit from the right, doubled and cast out, and the others sum to a multiple of ten."
+    "Whether the digits, every second from the right doubled and cast out, sum to a multiple of ten."
     doubled = "".join("0246813579"[int(d)] for d in digits[-2::-2])
     return sum(map(int, digits[::-2] + doubled)) % 10 == 0
 
@@ -119,7 +119,7 @@ def is_swedish(number: str) -> bool:
 
 # %% ../../nbs/data/10_personal.ipynb #kinds-code
 class Kind(NamedTuple):
-    "A `form` to look for, a `check` of its letters and digits, `words` that tell, and a form for which none need."
+    "A `form`, a `check` of its letters and digits, `words` that tell, a form that needs none `alone`."
 
     form: str
     check: Callable[[str], bool]
@@ -131,17 +131,20 @@ _CARD = r"\d{4}([ -])\d{4}\1\d{4}\1\d{4}|\d{4}([ -])\d{6}\2\d{5}"
 _NIR = r"[12] \d\d \d\d (?:\d\d|2[AB]) \d{3} \d{3} \d\d"
 _CPF = r"\d{3}\.\d{3}\.\d{3}-\d\d"
 _NUMBERS = {
-    "payment card": Kind(rf"\d{{13,19}}|{_CARD}", is_card, "card credit debit visa mastercard amex maestro cvv cvc "
-                         "pan iin cc carte karte kreditkarte tarjeta cartao cartão kaart kort", _CARD),
-    "US SSN": Kind(r"\d{3}-\d\d-\d{4}|\d{3} \d\d \d{4}|\d{9}", is_ssn, "ssn social_security taxpayer"),
+    "payment card": Kind(rf"\d{{13,19}}|{_CARD}", is_card, "card credit debit visa mastercard amex maestro "
+                         "cvv cvc pan iin cc carte karte kreditkarte tarjeta cartao cartão kaart kort", _CARD),
+    "US SSN": Kind(r"\d{3}-\d\d-\d{4}|\d{3} \d\d \d{4}|\d{9}", is_ssn,
+                   "ssn social_security taxpayer"),
     "UK NINO": Kind(r"[A-Z]{2} ?\d\d ?\d\d ?\d\d ?[A-D]", is_nino, "nino national_insurance ni_number ni_no"),
     "German tax id": Kind(r"\d\d ?\d{3} ?\d{3} ?\d{3}", is_german,
                           "steuer steuerid identifikationsnummer idnr tin tax_id taxid"),
     "French NIR": Kind(_NIR.replace(" ", " ?"), is_french,
-                       "nir insee sécu sécurité_sociale securite_sociale social_security ssn", _NIR),
+                       "nir insee sécu s\\u00e9cu sécurité_sociale securite_sociale "
+                       "social_security ssn", _NIR),
     "Spanish DNI": Kind(r"(?:\d{8}|[XYZ][ -]?\d{7})[ -]?[A-Z]", is_spanish,
                         "dni nie nif documento identidad identity"),
-    "Dutch BSN": Kind(r"\d{9}|\d{4}[. ]\d\d[. ]\d{3}", is_dutch, "bsn burgerservice sofinummer citizen_service"),
+    "Dutch BSN": Kind(r"\d{9}|\d{4}[. ]\d\d[. ]\d{3}", is_dutch,
+                      "bsn burgerservice sofinummer citizen_service"),
     "Brazilian CPF": Kind(r"\d{3}\.?\d{3}\.?\d{3}-?\d\d", is_brazilian, "cpf contribuinte", _CPF),
     "Indian Aadhaar": Kind(r"[2-9]\d{3}([ -]?)\d{4}\1\d{4}", verhoeff, "aadhaar aadhar uidai"),
     "Swedish personnummer": Kind(r"(?:\d\d)?\d{6}[-+]?\d{4}", is_swedish,
@@ -154,10 +157,13 @@ def _free(form: str) -> re.Pattern[str]:
     return re.compile(rf"(?=[0-9A-Z])(?:(?<![\w.+-])|(?<=\\[nrt]))(?:{form})(?![\w-]|\.\d)")
 
 
+_APART = r"(?:(?<![a-zà-ÿ])|(?<=\\[nrt]))"
+
+
 def _telling(words: str) -> re.Pattern[str]:
     "A pattern of the words, apart from letters; those of up to three letters end there."
     each = (re.escape(w).replace("_", "[ _-]?") + r"(?![a-zà-ÿ])" * (len(w) <= 3) for w in words.split())
-    return re.compile(rf"(?<![a-zà-ÿ])(?:{'|'.join(each)})")
+    return re.compile(rf"{_APART}(?:{'|'.join(each)})")
 
 
 _FORMS = {kind: _free(row.form) for kind, row in _NUMBERS.items()}
@@ -185,9 +191,8 @@ def _number_spans(text: str, low: str, start: int, end: int, kinds: Collection[s
         if kind in kinds:
             for hit in form.finditer(text, *stretch):
                 near = max(0, hit.start() - 48), hit.start()
-                if _NUMBERS[kind].check(compact(hit[0])) and (
-                    kind in _ALONE and _ALONE[kind].fullmatch(text, *hit.span()) or _WORDS[kind].search(low, *near)
-                ):
+                alone = kind in _ALONE and _ALONE[kind].fullmatch(text, *hit.span())
+                if _NUMBERS[kind].check(compact(hit[0])) and (alone or _WORDS[kind].search(low, *near)):
                     yield Span(*hit.span(), kind, "personal")
 
 
@@ -200,9 +205,9 @@ def _iban_spans(text: str) -> Iterator[Span]:
 _PLUS = re.compile(r"\+(?:(?<![\w+.)\]*/-].)|(?<=\\[nrt].))[1-9](?:[ .()-]{0,2}\d){7,14}+(?![\w-]|[.,]\d)")
 _NATIONAL = re.compile(r"\(?\d(?:[ ./()-]{0,2}\d){6,13}+(?![\w-]|[.,:]\d)")
 _PHONE = re.compile(
-    r"(?:(?<![a-zà-ÿ])(?:phone|mobile|tel|fax|sms|handy)|telephone|whatsapp|msisdn|cell ?phone|telefone?|teléfono|telefono"
-    r"|téléphone|rufnummer)(?:[ _-]?(?:number|nummer|num|nr|no)\b)?[\"'\\\].]{0,6}\s{0,2}(?:[:=#]|is|at|=>)?\s{0,2}"
-    r"[\"'\\]{0,6}\Z"
+    rf"(?:{_APART}(?:phone|mobile|tel|fax|sms|handy)|telephone|whatsapp|msisdn|cell ?phone|telefone?|teléfono"
+    r"|telefono|téléphone|rufnummer)(?:[ _-]?(?:number|nummer|num|nr|no)\b)?[\"'\\\].]{0,6}\s{0,2}"
+    r"(?:[:=#]|is|at|=>)?\s{0,2}[\"'\\]{0,6}\Z"
 )
 
 
@@ -233,13 +238,19 @@ def _national_spans(text: str, low: str, start: int) -> Iterator[Span]:
         yield Span(*hit.span(), "phone number", "personal")
 
 # %% ../../nbs/data/10_personal.ipynb #logins-code
-_SERVICES = SHARED_NAMES | frozenset("hg svn aur gitea gitlab forgejo jenkins postgres mysql www-data deploy bot".split())
+_SERVICES = SHARED_NAMES | frozenset(
+    "hg svn aur gitea gitlab forgejo jenkins postgres mysql www-data deploy bot".split()
+)
 _USER, _HOST = r"[A-Za-z_][\w.-]{0,31}", r"[A-Za-z0-9][\w-]{0,63}(?:\.[\w-]{1,63}){0,6}"
 _PROMPT = re.compile(
-    rf"@{_HOST}(?:(?:[: ]{{1,2}}(?:~|/)[^\s$#%>\]]{{0,128}}| [^\s$#%>\]@]{{1,64}}\])? ?[$#%❯](?=\s|\Z)"
+    rf"@{_HOST}(?:(?:[: ]{{1,2}}(?:~|/)[^\s$#%>\]]{{0,128}} ?| [^\s$#%>\]@]{{1,64}}\])?[$#%❯](?=\s|\Z)"
     r"|'s password|: Permission denied)"
 )
-_REMOTE = [re.compile(rf"{name}(?:\s|://)[^\n\\]{{1,200}}") for name in (r"ssh[\w-]{0,8}", "scp", "sftp", "rsync", "mosh")]
+_REMOTE = [
+    re.compile(rf"{name}(?:\s|://)[^\n\\]{{1,200}}")
+    for name in (r"ssh[\w-]{0,8}", "scp", "sftp", "rsync", "mosh")
+]
+_BEFORE = re.compile(rf"(?:(?<![\w.\\-])|(?<=[0-9;]m)|(?<=\\[nrt])){_USER}\Z")
 _LOGIN = re.compile(rf"(?<![\w.@/-])({_USER})@({_HOST})(?![\w@])|(?<=ssh://)({_USER})@({_HOST})")
 
 
@@ -252,7 +263,7 @@ def login_user(login: str) -> str:
 def _login_spans(text: str) -> Iterator[Span]:
     "Users and hosts in prompts, and in calls of programs that log in elsewhere."
     for at in _PROMPT.finditer(text) if "@" in text else ():
-        user = re.search(rf"(?:(?<![\w.-])|(?<=[0-9;]m)|(?<=\\[nrt])){_USER}\Z", text[max(0, at.start() - 40) : at.start()])
+        user = _BEFORE.search(text, max(0, at.start() - 40), at.start())
         if user and login_user(user[0]):
             host = re.match(rf"@{_HOST}", at[0])
             yield Span(at.start() - len(user[0]), at.start() + len(host[0]), "login", "personal")

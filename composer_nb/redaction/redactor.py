@@ -17,19 +17,6 @@ from typing import Any
 from urllib.parse import quote
 
 from .broken import broken_spans, mended
-from composer_nb.redaction.detectors import (
-    Detector,
-    Span,
-    assigned_spans,
-    home_name,
-    home_spans,
-    ip_spans,
-    is_value,
-    kingfisher_spans,
-    known_spans,
-    mail_spans,
-    names_secret,
-)
 from .personal import KINDS, Personal, compact, login_user
 from composer_nb.redaction.spans import (
     FILE,
@@ -50,6 +37,21 @@ from ..traces.state import TraceState, record_state, state_record
 # %% auto #0
 __all__ = ['Leaf', 'Templates', 'Detectors', 'Spans', 'Sought', 'SECRETS', 'Numbers', 'Searcher', 'sought_in', 'Replacer',
            'Memory', 'Redactor', 'assert_clean']
+
+# %% ../../nbs/data/12_redactor.ipynb #detector-imports
+from composer_nb.redaction.detectors import (
+    Detector,
+    Span,
+    assigned_spans,
+    home_name,
+    home_spans,
+    ip_spans,
+    is_value,
+    kingfisher_spans,
+    known_spans,
+    mail_spans,
+    names_secret,
+)
 
 # %% ../../nbs/data/12_redactor.ipynb #c007-fee28a
 class Numbers:
@@ -162,8 +164,7 @@ def sought_in(spans: Mapping[Leaf, Sequence[Span]], users: Sequence[str] = ()) -
         for span in found:
             part = text[span.start : span.end]
             same = _same(span.family, part)
-            name = login_user(part) if span.kind == "login" else home_name(part) if span.family == "home" else ""
-            if name and home_name(name):
+            if name := _person(span, part):
                 names[name] = None
             elif span.family == "personal" and span.kind != "login":
                 secrets |= {part: (span, same), same: (span, same)}
@@ -172,6 +173,12 @@ def sought_in(spans: Mapping[Leaf, Sequence[Span]], users: Sequence[str] = ()) -
     user = Span(0, 0, "user name", "user")
     people = [(_whole_word(name), user, name) for name in names]
     return people + [(form, *meant) for form, meant in secrets.items()]
+
+# %% ../../nbs/data/12_redactor.ipynb #sought-same
+def _person(span: Span, part: str) -> str:
+    "The name in a home folder or a login, or nothing."
+    login = span.kind == "login"
+    return home_name(login_user(part) if login else part) if login or span.family == "home" else ""
 
 
 def _same(family: str, part: str) -> str:
@@ -296,16 +303,15 @@ class Redactor:
     """Replaces secrets, e-mails, personal data, homes and user names by placeholders, one for each thing.
 
     `detectors`: functions from a text to spans, by default those of `SECRETS`. `users`: names to replace
-    everywhere. `personal`: numbers and logins of persons, all kinds or a list of `KINDS`. `ips`: also IP
-    addresses. `placeholders`: templates by family, where `{n}` tells things apart. Raises ValueError for a
-    template that is unsafe in JSON and for an unknown kind.
+    everywhere. `personal`: all kinds or a list of `KINDS`. `ips`: also IP addresses. `placeholders`:
+    templates by family, where `{n}` tells things apart. Raises ValueError for an unsafe one or an unknown
+    kind.
     """
 
     def __init__(self, *, detectors: Detectors | None = None, emails: bool = True, homes: bool = True,
                  ips: bool = False, personal: bool | Collection[str] = True, users: Sequence[str] = (),
                  placeholders: Templates | None = None) -> None:
-        kinds = KINDS if personal is True else personal or ()
-        self.detectors = _all_detectors(detectors, emails, homes, ips, kinds)
+        self.detectors = _all_detectors(detectors, emails, homes, ips, personal)
         self.users, self.placeholders = _names(users), PLACEHOLDERS | dict(placeholders or {})
         self.kept = kept_pattern(self.placeholders)
         self.memory = Memory(self.detectors, self.placeholders)
@@ -340,8 +346,9 @@ SECRETS = (known_spans, vendor_spans, assigned_spans, syntax_spans, kingfisher_s
 
 
 def _all_detectors(
-    detectors: Sequence[Detector] | None, emails: bool, homes: bool, ips: bool, kinds: Collection[str]
+    detectors: Detectors | None, emails: bool, homes: bool, ips: bool, personal: bool | Collection[str]
 ) -> tuple[Detector, ...]:
+    kinds = KINDS if personal is True else personal or ()
     chosen = SECRETS if detectors is None else tuple(detectors)
     people = (Personal(kinds),) if kinds else ()
     return (*chosen, *[mail_spans] * emails, *people, *[home_spans] * homes, *[ip_spans] * ips)

@@ -16,8 +16,10 @@ __all__ = ['is_login', 'syntax_spans']
 
 # %% ../../nbs/data/10_syntax.ipynb #markup-code
 _TAG = re.compile(r"<[A-Za-z][^<>]{0,1024}+>")
-_VALUE = re.compile(r"""(?<![\w-])value\s{0,4}=\s{0,4}(?:\\*(["'])([^"'<>\s\\]{4,512})|([^"'<>\s\\]{4,512}))""", re.I)
-_ATTRIBUTE = re.compile(r"""(?<![\w-])(name|key|id|type|property)\s{0,4}=\s{0,4}\\*["']?([\w.:-]{1,128})""", re.I)
+_VALUE = re.compile(r"""(?<![\w-])value\s{0,4}=\s{0,4}\\{0,4}["']?([^"'<>\s\\]{4,512})""", re.I)
+_ATTRIBUTE = re.compile(
+    r"""(?<![\w-])(?:name|key|id|type|property)\s{0,4}=\s{0,4}\\{0,4}["']?([\w.:-]{1,128})""", re.I
+)
 _INNER = re.compile(r"([^<>\s]{4,512})\s{0,8}</")
 _ROOTS = ("pass", "pwd", "secret", "token", "key", "credential")
 
@@ -28,16 +30,18 @@ def _markup_spans(text: str, low: str) -> Iterator[Span]:
         if not any(root in low[tag.start() : tag.end()] for root in _ROOTS):
             continue
         element = re.match(r"<([\w:.-]+)", tag[0])
-        names = [hit[2] for hit in _ATTRIBUTE.finditer(tag[0])] + [element[1] if element else ""]
+        names = [hit[1] for hit in _ATTRIBUTE.finditer(tag[0])] + [element[1] if element else ""]
         name = next(filter(None, map(names_secret, names)), "")
         value, inner = _VALUE.search(text, *tag.span()), _INNER.match(text, tag.end())
         if name and value:
-            yield from _value_span(name, text, value.span(2 if value[2] else 3), "markup")
+            yield from _value_span(name, text, value.span(1), "markup")
         if name and inner:
             yield from _value_span(name, text, inner.span(1), "markup")
 
 
-def _value_span(name: str, text: str, place: tuple[int, int], kind: str, bare: bool = False) -> Iterator[Span]:
+def _value_span(
+    name: str, text: str, place: tuple[int, int], kind: str, bare: bool = False
+) -> Iterator[Span]:
     "The place's span, when it holds a value and no reference."
     if is_value(name, text[slice(*place)], bare):
         yield Span(*place, kind, generic=True)
@@ -47,16 +51,18 @@ _QUOTE = r"\\{0,4}[\"']"
 _ROLE = re.compile(r"\b(?:role|user|login|set)\b")
 _SQL = [
     re.compile(rf"{begin}\s{{0,4}}[(=]?\s{{0,4}}{_QUOTE}([^\s\"'\\]{{4,256}}){_QUOTE}")
-    for begin in (r"identified\s{1,4}(?:with\s{1,4}\S{1,64}\s{1,4})?(?:by|as)(?:\s{1,4}password)?", "password")
+    for begin in (
+        r"identified\s{1,4}(?:with\s{1,4}\S{1,64}\s{1,4})?(?:by|as)(?:\s{1,4}password)?", "password")
 ]
 _CALLS = [
-    re.compile(rf"{begin}\(\s{{0,4}}{_QUOTE}([\w.-]{{1,128}}){_QUOTE}\s{{0,4}},\s{{0,4}}{_QUOTE}([^\s\"'\\]{{6,256}}){_QUOTE}")
+    re.compile(rf"{begin}\(\s{{0,4}}{_QUOTE}([\w.-]{{1,128}}){_QUOTE}\s{{0,4}},"
+               rf"\s{{0,4}}{_QUOTE}([^\s\"'\\]{{6,256}}){_QUOTE}")
     for begin in ("define", "putenv", "setenv", "setproperty", "setitem", "set")
 ]
 _SIGNS = r"[\"'\\]{0,4}"
 _VARIABLE = re.compile(
-    rf"name{_SIGNS}\s{{0,4}}:\s{{0,4}}{_SIGNS}([\w.-]{{1,128}}){_SIGNS},?(?:\s|\\+[nr]){{1,32}}{_SIGNS}value{_SIGNS}"
-    rf"\s{{0,4}}:\s{{0,4}}{_SIGNS}([^\s\"'\\,{{}}]{{4,512}})"
+    rf"name{_SIGNS}\s{{0,4}}:\s{{0,4}}{_SIGNS}([\w.-]{{1,128}}){_SIGNS},?(?:\s|\\+[nr]){{1,32}}"
+    rf"{_SIGNS}value{_SIGNS}\s{{0,4}}:\s{{0,4}}{_SIGNS}([^\s\"'\\,{{}}]{{4,512}})"
 )
 
 
@@ -75,21 +81,25 @@ def _statement_spans(text: str, low: str) -> Iterator[Span]:
 # %% ../../nbs/data/10_syntax.ipynb #tables-code
 _CELL = r"\"?\w[\w .-]{0,40}\"?"
 _HEADING = re.compile(rf"({_CELL}(?:([,;\t]){_CELL}(?:\2{_CELL}){{0,62}}+))(?=\r?\n)")
-_COLUMNS = [re.compile(rf"{root}\w{{0,8}}\"?(?:[,;\t]|\r?\n)") for root in ("pass", "pwd", "secret", "token", "key")]
+_COLUMNS = [re.compile(rf"{root}\w{{0,8}}\"?(?:[,;\t]|\r?\n)") for root in _ROOTS[:5]]
 _FIELD = r"(?:\"[^\"\n]{0,512}\"|[^\"\n,;\t]{0,512})"
 
 
 def _table_spans(text: str, low: str) -> Iterator[Span]:
     "Cells under a heading that is called a secret."
-    lines = {low.rfind("\n", max(0, hit.start() - 512), hit.start()) + 1 for c in _COLUMNS for hit in c.finditer(low)}
-    for heading in filter(None, (_HEADING.match(text, line) for line in sorted(lines))):
+    hits = (hit.start() for column in _COLUMNS for hit in column.finditer(low))
+    at = 0
+    for line in sorted({low.rfind("\n", max(0, hit - 512), hit) + 1 for hit in hits}):
+        heading = _HEADING.match(text, line) if line >= at else None
+        if not heading:
+            continue
         names = [cell.strip('" ') for cell in heading[1].split(heading[2])]
         secret = [i for i, name in enumerate(names) if names_secret(name)]
         row = re.compile(rf"\r?\n({_FIELD}(?:{heading[2]}{_FIELD}){{{len(names) - 1}}})(?=\r?\n|\Z)")
         at = heading.end()
-        while secret and (line := row.match(text, at)):
-            at, start = line.end(), line.start(1)
-            for i, cell in enumerate(line[1].split(heading[2])):
+        while secret and (cells := row.match(text, at)):
+            at, start = cells.end(), cells.start(1)
+            for i, cell in enumerate(cells[1].split(heading[2])):
                 value = cell.strip('" \r')
                 if i in secret and len(value) >= 4 and " " not in value and not is_reference(value):
                     begin = start + cell.index(value)
@@ -97,12 +107,13 @@ def _table_spans(text: str, low: str) -> Iterator[Span]:
                 start += len(cell) + 1
 
 # %% ../../nbs/data/10_syntax.ipynb #prose-code
-_NAMED = ("pass(?:word|phrase|code|wd|wort)?", "pwd?", "secret", "token", "api[ -]key", "kennwort", "contrase[ñn]a",
-          "mot de passe", "senha", "wachtwoord")
+_NAMED = ("pass(?:word|phrase|code|wd|wort)?", "pwd?", "secret", "token", "api[ -]key", "kennwort",
+          "contrase[ñn]a", "mot de passe", "senha", "wachtwoord")
 _IS = (
-    r"(?: (?:for|of|to|on|für|de|para|pour) [^\n:=\"']{1,60}?)?(?:\s?[:=]|\s(?:(?:was |has been |is )?(?:changed|set|reset) to"
-    r"|is|was|ist|lautet|es|est|é))\s{1,2}(?:now |still )?"
-    r"(?:\\{0,4}[\"'`“‘«]([^\s\"'`\\]{4,128}?)[.,]?\\{0,4}[\"'`”’»]|([^\s\"'`\\<>(){}\[\],;]{5,128})(?![(\[]))"
+    r"(?: (?:for|of|to|on|für|de|para|pour) [^\n:=\"']{1,60}?)?"
+    r"(?:\s?[:=]|\s(?:(?:was |has been |is )?(?:changed|set|reset) to|is|was|ist|lautet|es|est|é))\s{1,2}"
+    r"(?:now |still )?(?:\\{0,4}[\"'`“‘«]([^\s\"'`\\]{4,128}?)[.,]?\\{0,4}[\"'`”’»]"
+    r"|([^\s\"'`\\<>(){}\[\],;]{5,128})(?![(\[]))"
 )
 _SAID = [re.compile(name + _IS) for name in _NAMED]
 _MEASURE = re.compile(
@@ -118,14 +129,17 @@ def _prose_spans(text: str, low: str) -> Iterator[Span]:
         start, end = hit.span(1 if hit[1] else 2)
         value = text[start:end] if hit[1] else text[start:end].rstrip(".,?:")
         mixed = any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
-        whole_word = not low[hit.start() - 1 : hit.start()].isalpha()
-        if whole_word and not is_reference(value) and (hit[1] or mixed and not _MEASURE.match(value.lower())):
+        told = mixed and not _MEASURE.match(value.lower()) or hit[1] and not hit[0].startswith("token")
+        if told and not is_reference(value) and not low[hit.start() - 1 : hit.start()].isalpha():
             yield Span(start, start + len(value), "prose", generic=True)
 
 # %% ../../nbs/data/10_syntax.ipynb #files-code
-_AUTH = re.compile(r"auth[\"'\\]{0,6}\s{0,4}[:=]\s{0,4}[\"'\\]{0,6}([a-z0-9+/_-]{8,4096}={0,2})")
+_AUTH = re.compile(r"auth[\"'\\]{0,6}\s{0,4}[:=]\s{0,4}[\"'\\]{0,6}([a-z0-9+/]{8,4096}={0,2})")
 _BREAK = r"(?:\s|\\+[nr])*+"
-_LINES = rf"(?:[A-Za-z0-9+/=]{{16,}}+{_BREAK})*+(?:(?=[A-Za-z]{{0,15}}[0-9+/=])[A-Za-z0-9+/]{{1,15}}+={{0,2}}(?=[\r\n\\\"]|\Z))?"
+_LINES = (
+    rf"(?:[A-Za-z0-9+/=]{{16,}}+{_BREAK})*+"
+    rf"(?:(?=[A-Za-z]{{0,15}}[0-9+/=])[A-Za-z0-9+/]{{1,15}}+={{0,2}}(?=[\r\n\\\"]|\Z))?"
+)
 _DATA = rf"[A-Za-z0-9+/=]{{16,}}+{_BREAK}{_LINES}"
 _HEADLESS = [
     re.compile(rf"{begin}(?<![A-Za-z0-9+/]{begin}){rest}{_DATA}")
@@ -137,7 +151,7 @@ _HEADLESS = [
 _PUTTY = re.compile(rf"Private-Lines: \d+{_BREAK}({_LINES})")
 _TAIL = re.compile(rf"(?<![A-Za-z0-9+/=])(?:[A-Za-z0-9+/=]{{4,}}+{_BREAK})+\Z")
 
-
+# %% ../../nbs/data/10_syntax.ipynb #keys-code
 def is_login(value: str) -> bool:
     "Whether `value` is base64 of a user, a colon and a password."
     try:

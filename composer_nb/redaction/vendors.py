@@ -86,14 +86,14 @@ _MARKED = {
     "Azure DevOps token": ("AZDO", r"(?<![A-Za-z0-9])[A-Za-z0-9]{52,76}AZDO[A-Za-z0-9]{4}"),
     "Mailchimp key": ("-us", r"(?<![0-9a-f])[0-9a-f]{32}-us\d{1,2}(?!\w)"),
     "New Relic license": ("FFFFNRAL", r"[0-9a-f]{36}FFFFNRAL"),
-    "Teams webhook": ("webhook.office.com", r"(?:https://)?[\w-]{1,64}\.webhook\.office\.com/webhookb2/[\w@-]{36,80}"
-                      r"/IncomingWebhook/[\w/-]{32,}"),
+    "Teams webhook": ("webhook.office.com", r"(?:https://)?[\w-]{1,64}\.webhook\.office\.com/webhookb2/"
+                      r"[\w@-]{36,80}/IncomingWebhook/[\w/-]{32,}"),
     "Twitter bearer": ("A" * 20, r"(?<![\w+/=-])A{20,24}[A-Za-z0-9%]{80,100}(?![\w+/=-])"),
 }
 
 
 def _bodied(start: str, body: str) -> re.Pattern[str]:
-    "The pattern of a token that begins so, apart from letters and digits where its beginning has nothing else."
+    "The pattern of a token that begins so; letters and digits alone must be apart from others."
     literal = re.escape(start)
     if not start.isalnum():
         return re.compile(literal + body)
@@ -107,7 +107,7 @@ _VENDORS += [(kind, needle, re.compile(pattern)) for kind, (needle, pattern) in 
 
 
 def vendor_spans(text: str) -> Iterator[Span]:
-    "Tokens of the vendors in the tables above. Where no word is long enough for one, none is looked for."
+    "Tokens of the vendors in the tables above, which no text has without a word of 24 characters."
     words = " ".join(word for word in text.split() if len(word) >= 24)
     for kind, needle, pattern in _VENDORS:
         if needle in (text if " " in needle else words):
