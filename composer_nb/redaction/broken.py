@@ -61,7 +61,6 @@ _TOKEN = r"[A-Za-z0-9_+/=~.-]"
 _BREAKS = ("\n", "\r\n", "\\\n", "\\n", "\\\\n", "\\r\\n")
 _BREAK = "|".join(rf"{re.escape(b)}(?<={_TOKEN}{{8}}{re.escape(b)})" for b in _BREAKS)
 _WRAP = re.compile(rf"(?:{_BREAK})[ \t]{{0,8}}(?={_TOKEN}{{4}})")
-_LEFT = re.compile(rf"{_TOKEN}{{8,512}}+\Z")
 _RIGHT = re.compile(rf"{_TOKEN}{{1,512}}+")
 
 

@@ -132,7 +132,7 @@ _NIR = r"[12] \d\d \d\d (?:\d\d|2[AB]) \d{3} \d{3} \d\d"
 _CPF = r"\d{3}\.\d{3}\.\d{3}-\d\d"
 _NUMBERS = {
     "payment card": Kind(rf"\d{{13,19}}|{_CARD}", is_card, "card credit debit visa mastercard amex maestro "
-                         "cvv cvc pan iin cc carte karte kreditkarte tarjeta cartao cartão kaart kort", _CARD),
+                         "cvv cvc pan iin cc carte karte tarjeta cartao cartão kaart kort", _CARD),
     "US SSN": Kind(r"\d{3}-\d\d-\d{4}|\d{3} \d\d \d{4}|\d{9}", is_ssn,
                    "ssn social_security taxpayer"),
     "UK NINO": Kind(r"[A-Z]{2} ?\d\d ?\d\d ?\d\d ?[A-D]", is_nino, "nino national_insurance ni_number ni_no"),

@@ -304,8 +304,7 @@ class Redactor:
 
     `detectors`: functions from a text to spans, by default those of `SECRETS`. `users`: names to replace
     everywhere. `personal`: all kinds or a list of `KINDS`. `ips`: also IP addresses. `placeholders`:
-    templates by family, where `{n}` tells things apart. Raises ValueError for an unsafe one or an unknown
-    kind.
+    templates by family, where `{n}` tells things apart. Raises ValueError for a wrong one.
     """
 
     def __init__(self, *, detectors: Detectors | None = None, emails: bool = True, homes: bool = True,
