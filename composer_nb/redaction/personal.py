@@ -247,7 +247,7 @@ _PROMPT = re.compile(
     r"|'s password|: Permission denied)"
 )
 _REMOTE = [
-    re.compile(rf"{name}(?:\s|://)[^\n\\]{{1,200}}")
+    re.compile(rf"{name}(?:\s|://)[^\n\\&|;]{{1,200}}")
     for name in (r"ssh[\w-]{0,8}", "scp", "sftp", "rsync", "mosh")
 ]
 _BEFORE = re.compile(rf"(?:(?<![\w.\\-])|(?<=[0-9;]m)|(?<=\\[nrt])){_USER}\Z")
