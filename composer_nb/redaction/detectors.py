@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 # %% auto #0
-__all__ = ['Detector', 'SHARED_NAMES', 'Span', 'kingfisher_spans', 'known_spans', 'is_value', 'names_secret', 'assigned_spans',
-           'mail_spans', 'home_spans', 'home_name', 'ip_spans']
+__all__ = ['Detector', 'SHARED_NAMES', 'Span', 'kingfisher_spans', 'known_spans', 'is_reference', 'is_value', 'names_secret',
+           'assigned_spans', 'lowered', 'mail_spans', 'home_spans', 'home_name', 'ip_spans']
 
 # %% ../../nbs/data/10_detectors.ipynb #c007-d954f3
 class Span(NamedTuple):
@@ -96,7 +96,7 @@ def known_spans(text: str) -> Iterator[Span]:
     "Secrets of known form, by the table above: the pattern's group where it has one, else all it matches."
     low = text.lower()
     for kind, (needles, pattern) in _KNOWN.items():
-        if any(needle in low or needle in text for needle in needles):
+        if any(needle in (text if needle.isupper() else low) for needle in needles):
             yield from (Span(*hit.span(pattern.groups), kind) for hit in pattern.finditer(text))
     if ".eyj" in low:
         for at in re.finditer(r"\.eyJ[\w-]{8,}(?:\.[\w-]+)?", text):
@@ -174,10 +174,15 @@ _REFERENCE = re.compile(
     rf"|(?:[a-z]+[_.-])*(?i:{_NAME})s?\Z")
 
 
+def is_reference(value: str) -> bool:
+    "Whether `value` points to a value: a variable, a blank to fill in, a key word."
+    return bool(_REFERENCE.match(value))
+
+
 def is_value(name: str, value: str, bare: bool) -> bool:
     "Whether `value`, set to `name`, is no reference; it needs a digit for a weak name or without quotes."
     digit = any(c.isdigit() for c in value)
-    if _REFERENCE.match(value):
+    if is_reference(value):
         return False
     if re.fullmatch(rf"-*(?:{_STRONG}|pass|passwd)", name, re.I):
         return digit or not bare or name.isupper()
@@ -205,15 +210,15 @@ def _set_spans(text: str, low: str) -> Iterator[Span]:
 
 def assigned_spans(text: str) -> Iterator[Span]:
     "Values that something called a password, key, secret or token is set to."
-    low = _lower(text)
+    low = lowered(text)
     yield from _set_spans(text, low)
     for kind, (needles, pattern) in _SPELLED.items():
         for hit in pattern.finditer(text) if any(needle in low for needle in needles) else ():
-            if not _REFERENCE.match(hit[2]) and (kind != "flag" or is_value(hit[1], hit[2], True)):
+            if not is_reference(hit[2]) and (kind != "flag" or is_value(hit[1], hit[2], True)):
                 yield Span(*hit.span(2), kind, generic=True)
 
 
-def _lower(text: str) -> str:
+def lowered(text: str) -> str:
     "`text` in lower case and of the same length."
     low = text.lower()
     return low if len(low) == len(text) else "".join(c.lower() if c.isascii() else c for c in text)
@@ -233,14 +238,16 @@ def mail_spans(text: str) -> Iterator[Span]:
 
 # %% ../../nbs/data/10_detectors.ipynb #c024-993626
 _FREE = r"(?:(?<![A-Za-z0-9_.])|(?<=\\[nrtbf])|(?<=[^A-Za-z]-[A-Z])|(?<=[0-9;]m))"
-_HOMES = [
-    re.compile(rf"{_FREE}(?:/mnt)?(?:/[a-z])?/(?:home|Users)/(\w[\w.-]*)"),
-    re.compile(r"(?i:%2F(?:home|Users)%2F)([A-Za-z0-9._-]+)"),
-    re.compile(r"(?:(?m:^)|(?<=projects[/\\]))(?:[A-Za-z]-)?-(?:home|Users)-([A-Za-z0-9_]+)(?=[-/]|\Z)"),
-    re.compile(r"(?:[A-Za-z]:)?\\{1,4}(?i:Users|home)\\{1,4}"
-               r"([^\\/:*?\"<>|\s]+(?: [^\\/:*?\"<>|\s]{1,32}(?=\\))?)"),
-    re.compile(r"[A-Za-z]:/(?i:Users)/([^\\/:*?\"<>|\s]+)"),
-]
+_HOMES = {
+    rf"{_FREE}(?:/mnt)?(?:/[a-z])?/(?:home|Users)/(\w[\w.-]*)": ("/home/", "/users/"),
+    r"(?i:%2F(?:home|Users)%2F)([A-Za-z0-9._-]+)": ("%2fhome", "%2fusers"),
+    r"(?:(?m:^)|(?<=projects[/\\]))(?:[A-Za-z]-)?-(?:home|Users)-([A-Za-z0-9_]+)(?=[-/]|\Z)":
+        ("-home-", "-users-"),
+    r"(?:[A-Za-z]:)?\\{1,4}(?i:Users|home)\\{1,4}"
+    r"([^\\/:*?\"<>|\s]+(?: [^\\/:*?\"<>|\s]{1,32}(?=\\))?)": ("\\home\\", "\\users\\"),
+    r"[A-Za-z]:/(?i:Users)/([^\\/:*?\"<>|\s]+)": (":/users/",),
+}
+_HOMES = [(re.compile(pattern), needles) for pattern, needles in _HOMES.items()]
 
 # %% ../../nbs/data/10_detectors.ipynb #c025-53cb48
 SHARED_NAMES = frozenset(dir(builtins)) | frozenset(keyword.kwlist) | frozenset(
@@ -254,9 +261,9 @@ SHARED_NAMES = frozenset(dir(builtins)) | frozenset(keyword.kwlist) | frozenset(
 def home_spans(text: str) -> Iterator[Span]:
     "Home folders with the name in them, as far as the name."
     low = text.lower()
-    if "home" in low or "users" in low:
-        hits = (hit.span() for pattern in _HOMES for hit in pattern.finditer(text))
-        yield from (Span(*span, "home folder", "home") for span in hits)
+    for pattern, needles in _HOMES:
+        if any(needle in low for needle in needles):
+            yield from (Span(*hit.span(), "home folder", "home") for hit in pattern.finditer(text))
 
 
 def home_name(home: str) -> str:

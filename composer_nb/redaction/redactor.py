@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -16,6 +16,29 @@ from secrets import token_bytes
 from typing import Any
 from urllib.parse import quote
 
+from .broken import broken_spans, mended
+from .personal import KINDS, Personal, compact, login_user
+from composer_nb.redaction.spans import (
+    FILE,
+    PLACEHOLDERS,
+    FileName,
+    NotCleanError,
+    RedactionReport,
+    Tally,
+    Visit,
+    kept_pattern,
+    pieces_of,
+    walk,
+)
+from .syntax import is_login, syntax_spans
+from .vendors import vendor_spans
+from ..traces.state import TraceState, record_state, state_record
+
+# %% auto #0
+__all__ = ['Leaf', 'Templates', 'Detectors', 'Spans', 'Sought', 'SECRETS', 'Numbers', 'Searcher', 'sought_in', 'Replacer',
+           'Memory', 'Redactor', 'assert_clean']
+
+# %% ../../nbs/data/12_redactor.ipynb #detector-imports
 from composer_nb.redaction.detectors import (
     Detector,
     Span,
@@ -29,23 +52,6 @@ from composer_nb.redaction.detectors import (
     mail_spans,
     names_secret,
 )
-from composer_nb.redaction.spans import (
-    FILE,
-    PLACEHOLDERS,
-    FileName,
-    NotCleanError,
-    RedactionReport,
-    Tally,
-    Visit,
-    kept_pattern,
-    pieces_of,
-    walk,
-)
-from ..traces.state import TraceState, record_state, state_record
-
-# %% auto #0
-__all__ = ['Leaf', 'Templates', 'Detectors', 'Spans', 'Sought', 'Numbers', 'Searcher', 'sought_in', 'Replacer', 'Memory',
-           'Redactor', 'assert_clean']
 
 # %% ../../nbs/data/12_redactor.ipynb #c007-fee28a
 class Numbers:
@@ -97,8 +103,8 @@ class Searcher:
             together = _NUL.join(text for text, _ in bundle)
             clean = len(bundle) > 1 and not _detect(self.detectors, together, "")
             for text, key in bundle:
-                skipped = clean and not names_secret(key)
-                self.known[text, key] = () if skipped else _detect(self.detectors, text, key)
+                keyed = _keyed(self.detectors, text, key)
+                self.known[text, key] = (*keyed,) if clean else (*_detect(self.detectors, text, key), *keyed)
                 self.held += len(text)
         found = {leaf: self.known[leaf] for leaf in leaves if self.known[leaf]}
         if page is not None:
@@ -108,12 +114,23 @@ class Searcher:
 
 # %% ../../nbs/data/12_redactor.ipynb #c011-7526cb
 def _detect(detectors: Sequence[Detector], text: str, key: str) -> tuple[Span, ...]:
-    "Spans of one text; a value under the key of a secret is one itself."
+    "Spans of one text, also where it is broken."
     chosen = detectors if key != FILE else (home_spans,) * (home_spans in detectors)
     spans = [span for detector in chosen for span in detector(text)] if len(text) > 5 else []
-    if (name := names_secret(key)) and 4 <= len(text) <= 4096 and is_value(name, text, False):
-        spans.append(Span(0, len(text), "assignment", generic=True))
-    return tuple(spans)
+    return (*spans, *broken_spans(text, chosen, spans))
+
+
+def _keyed(detectors: Sequence[Detector], text: str, key: str) -> Iterator[Span]:
+    "What the key of a text makes of it: the value of a secret, a registry's login, a number of a person."
+    if not key or key == FILE or not 4 <= len(text) <= 4096:
+        return
+    if (name := names_secret(key)) and is_value(name, text, False):
+        yield Span(0, len(text), "assignment", generic=True)
+    if key.lower().strip("_") == "auth" and is_login(text):
+        yield Span(0, len(text), "registry login")
+    for detector in detectors:
+        if isinstance(detector, Personal):
+            yield from detector.under(key, text)
 
 
 def _bundles(leaves: Sequence[Leaf], size: int = 2**16) -> Iterator[list[Leaf]]:
@@ -146,13 +163,27 @@ def sought_in(spans: Mapping[Leaf, Sequence[Span]], users: Sequence[str] = ()) -
     for (text, _), found in spans.items():
         for span in found:
             part = text[span.start : span.end]
-            if span.family == "home" and (name := home_name(part)):
+            same = _same(span.family, part)
+            if name := _person(span, part):
                 names[name] = None
-            elif span.family == "secret" and 8 <= len(part) <= 4096 and not _is_word(part, span):
-                secrets |= {part: (span, part), quote(part, safe=""): (span, part)}
+            elif span.family == "personal" and span.kind != "login":
+                secrets |= {part: (span, same), same: (span, same)}
+            elif span.family == "secret" and 8 <= len(same) <= 4096 and not _is_word(same, span):
+                secrets |= {form: (span, same) for form in (part, same, quote(same, safe=""))}
     user = Span(0, 0, "user name", "user")
     people = [(_whole_word(name), user, name) for name in names]
     return people + [(form, *meant) for form, meant in secrets.items()]
+
+# %% ../../nbs/data/12_redactor.ipynb #sought-same
+def _person(span: Span, part: str) -> str:
+    "The name in a home folder or a login, or nothing."
+    login = span.kind == "login"
+    return home_name(login_user(part) if login else part) if login or span.family == "home" else ""
+
+
+def _same(family: str, part: str) -> str:
+    "What tells a thing from others of its family: a token without breaks, a number without its groups."
+    return mended(part) if family == "secret" else compact(part) if family == "personal" else part
 
 
 def _is_word(part: str, span: Span) -> bool:
@@ -164,15 +195,17 @@ def _whole_word(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf])){re.escape(name)}(?![A-Za-z0-9])", re.I)
 
 
-def _hits(form: re.Pattern[str] | str, text: str) -> Iterator[tuple[int, int]]:
-    "Where `form` stands in `text`."
+def _hits(form: re.Pattern[str] | str, span: Span, text: str) -> Iterator[tuple[int, int]]:
+    "Where `form` stands in `text`; a number of a person only where it is no part of a longer one."
     if isinstance(form, re.Pattern):
         yield from (hit.span() for hit in form.finditer(text))
         return
-    start = text.find(form)
+    start, whole = text.find(form), span.family == "personal"
     while start >= 0:
-        yield start, start + len(form)
-        start = text.find(form, start + len(form))
+        end = start + len(form)
+        if not whole or not (text[start - 1 : start].isalnum() or text[end : end + 1].isalnum()):
+            yield start, end
+        start = text.find(form, end)
 
 # %% ../../nbs/data/12_redactor.ipynb #c017-6f401a
 @dataclass
@@ -187,13 +220,17 @@ class Replacer:
 
     def __call__(self, text: str, where: str, key: str) -> str:
         own, meant = list(self.spans.get((text, key), ())), {}
+        low = text.lower()
         for form, span, secret in self.sought:
-            for start, end in _hits(form, text):
+            if span.family == "user" and low.isascii() and secret.lower() not in low:
+                continue
+            for start, end in _hits(form, span, text):
                 own.append(span._replace(start=start, end=end))
                 meant[start, end] = secret
         parts, last = [], 0
         for piece in pieces_of(text, own, self.kept) if own else ():
-            secret = meant.get(piece[:2], text[piece.start : piece.end])
+            part = text[piece.start : piece.end]
+            secret = meant.get(piece[:2], _same(piece.family, part))
             placeholder = self.numbers.placeholder(piece.family, secret, text)
             self.tally.counts[piece.kind, placeholder, where] += 1
             parts += [text[last : piece.start], placeholder]
@@ -263,17 +300,17 @@ def _redacted(redactor: Redactor, state: TraceState) -> TraceState:
 
 # %% ../../nbs/data/12_redactor.ipynb #c021-81b274
 class Redactor:
-    """Replaces secrets, e-mails, home folders and user names by placeholders, one for each thing.
+    """Replaces secrets, e-mails, personal data, homes and user names by placeholders, one for each thing.
 
-    `detectors`: functions from a text to spans, by default `known_spans`, `assigned_spans` and
-    `kingfisher_spans`. `users`: names to replace everywhere. `ips`: also IP addresses. `placeholders`:
-    templates by family, where `{n}` tells things apart. Raises ValueError for a template that is unsafe in
-    JSON.
+    `detectors`: functions from a text to spans, by default those of `SECRETS`. `users`: names to replace
+    everywhere. `personal`: all kinds or a list of `KINDS`. `ips`: also IP addresses. `placeholders`:
+    templates by family, where `{n}` tells things apart. Raises ValueError for a wrong one.
     """
 
     def __init__(self, *, detectors: Detectors | None = None, emails: bool = True, homes: bool = True,
-                 ips: bool = False, users: Sequence[str] = (), placeholders: Templates | None = None) -> None:
-        self.detectors = _all_detectors(detectors, emails, homes, ips)
+                 ips: bool = False, personal: bool | Collection[str] = True, users: Sequence[str] = (),
+                 placeholders: Templates | None = None) -> None:
+        self.detectors = _all_detectors(detectors, emails, homes, ips, personal)
         self.users, self.placeholders = _names(users), PLACEHOLDERS | dict(placeholders or {})
         self.kept = kept_pattern(self.placeholders)
         self.memory = Memory(self.detectors, self.placeholders)
@@ -304,11 +341,16 @@ class Redactor:
         return _without_memory(self)
 
 # %% ../../nbs/data/12_redactor.ipynb #c022-d6df9f
+SECRETS = (known_spans, vendor_spans, assigned_spans, syntax_spans, kingfisher_spans)
+
+
 def _all_detectors(
-    detectors: Sequence[Detector] | None, emails: bool, homes: bool, ips: bool
+    detectors: Detectors | None, emails: bool, homes: bool, ips: bool, personal: bool | Collection[str]
 ) -> tuple[Detector, ...]:
-    chosen = (known_spans, assigned_spans, kingfisher_spans) if detectors is None else tuple(detectors)
-    return (*chosen, *[mail_spans] * emails, *[home_spans] * homes, *[ip_spans] * ips)
+    kinds = KINDS if personal is True else personal or ()
+    chosen = SECRETS if detectors is None else tuple(detectors)
+    people = (Personal(kinds),) if kinds else ()
+    return (*chosen, *[mail_spans] * emails, *people, *[home_spans] * homes, *[ip_spans] * ips)
 
 
 def _names(users: Sequence[str]) -> tuple[str, ...]:

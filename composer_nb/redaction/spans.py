@@ -23,6 +23,7 @@ __all__ = ['PLACEHOLDERS', 'Visit', 'FILE', 'kept_pattern', 'merged', 'pieces_of
 PLACEHOLDERS = {
     "secret": "<SECRET_{n}>",
     "email": "<EMAIL_{n}>",
+    "personal": "<PERSONAL_{n}>",
     "home": "<HOME>",
     "user": "<USER_{n}>",
     "ip": "<IP_{n}>",
