@@ -71,8 +71,10 @@ def left_out(text: str, limit: int) -> Markup:
 def text_block(text: str, limit: int) -> Markup:
     "A text as a block, cut at `limit` characters and folded where it is long."
     shown = text[:limit]
-    block = joined(tag("div", shown, class_="text", dir="auto"), left_out(text, limit))
-    if len(shown) <= _LONG and shown.count("\n") < _LINES:
+    long = len(shown) > _LONG or shown.count("\n") >= _LINES
+    scrolls = long and "0"  # for readers without a mouse
+    block = joined(tag("div", shown, class_="text", dir="auto", tabindex=scrolls), left_out(text, limit))
+    if not long:
         return block
     size = tag("span", f" {len(text):,} characters", class_="dim")
     return tag("details", tag("summary", tag("bdi", one_line(text)), size), block)
@@ -159,7 +161,7 @@ _COLOURS = """
 :root { color-scheme: light dark; --ink: #1d2430; --dim: #5b6675; --page: #fff; --card: #f6f8fa;
   --line: #d5dbe3; --link: #0b57b5; --bad: #a3201d; --badpage: #fdecea; --good: #10692c; --goodpage: #e4f5e8;
   --hint: #fff6d8;
-  --g0: #6b7684; --g1: #10692c; --g2: #0b57b5; --g3: #8a4b00; --g4: #7a2ea0; --g5: #a3201d; }
+  --g0: #5b6675; --g1: #10692c; --g2: #0b57b5; --g3: #8a4b00; --g4: #7a2ea0; --g5: #a3201d; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e3e8ef; --dim: #9aa6b5; --page: #12161c; --card: #1b212a;
   --line: #39424f; --link: #84b8ff; --bad: #ff9c94; --badpage: #3a1d1f; --good: #86d99a; --goodpage: #17331f;

@@ -58,7 +58,7 @@ class _Talk:
         fresh = [f"s{number}m{i + 1}" for i in range(known, len(messages))]
         self.messages, self.places = list(messages), self.places[:known] + fresh
         rows = [self._row(i, message, i < known, limit) for i, message in enumerate(messages)]
-        told = f"Conversation so far: {len(messages)} messages" + (f", {len(fresh)} new" if known else "")
+        told = f"Conversation so far ({len(messages)}" + (f", {len(fresh)} of them new)" if known else ")")
         return tag("details", tag("summary", told), tag("ol", *rows), class_="talk")
 
     def _row(self, index: int, message: Message, old: bool, limit: int) -> Markup:
@@ -147,7 +147,7 @@ def _card(title: str, badge: str, group: int, *parts: str) -> Markup:
 
 
 def _bill(reply: TeacherReply) -> str:
-    cost = "of unknown cost" if reply.cost_usd is None else f"{reply.cost_usd:.6g} USD"
+    cost = "of unknown cost" if reply.cost_usd is None else f"{reply.cost_usd:.6f} USD"
     tokens = f"{reply.prompt_tokens:,} tokens in, {reply.completion_tokens:,} out"
     return f"{cost} · {tokens}" + (f" · {reply.attempts} attempts" if reply.attempts > 1 else "")
 
@@ -158,7 +158,7 @@ def _teacher(shown: ShownState, name: str, limit: int) -> Markup:
         model = " ".join(dict.fromkeys(part for part in (reply.model, reply.provider) if part))
         told = " · ".join(part for part in (model, _bill(reply)) if part)
         parts = [] if reply.action is None else [action_block(reply.action, limit)]
-        if reply.outcome != "ok":
+        if one_line(reply.reason) != reply.reason:  # more than the heading says
             parts.append(text_block(reply.reason, limit))
         parts.append(tag("p", told, class_="dim"))
     return _card(name, standing(shown, name), group_of(shown, name), *parts)
@@ -197,9 +197,9 @@ def section(shown: ShownState, talk: _Talk, limit: int) -> Markup:
     badge = f"the same as answer {group}" if group else "as no answer that counts"
     sites = [_site(site, limit) for site in error_sites([state], skip=())]
     cards = [_teacher(shown, name, limit) for name in shown.found.rows]
-    back = tag("a", f"State {number}", href=f"#i{number}", title="back to the index")
+    back = tag("a", "to the index", href=f"#i{number}", class_="up")
     return tag(
-        "section", tag("h2", back, " ", tag("bdi", one_line(state.state_id)), id=f"h{number}"),
+        "section", back, tag("h2", f"State {number} ", tag("bdi", one_line(state.state_id)), id=f"h{number}"),
         tag("p", tag("bdi", one_line(" · ".join(filter(None, facts)), 400)), class_="dim"),
         talk.block(number, state.messages, limit),
         part("Student's step", tag("div", _card("Student", badge, group, own), class_="cards")),
@@ -254,21 +254,24 @@ def teacher_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
     columns = list(next(iter(totals.values()), {}))
     head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in ("teacher", *columns))))
     rows = []
-    for name, row in totals.items():
-        cells = [tag("td", f"{row[column]:g}") for column in columns]
-        rows.append(tag("tr", tag("th", tag("bdi", one_line(name)), scope="row"), *cells))
-    return tag("table", tag("caption", "Teachers"), head, tag("tbody", *rows))
+    for teacher, row in totals.items():
+        cells = [tag("td", f"{row[name]:.6f}" if name == "usd" else str(row[name])) for name in columns]
+        rows.append(tag("tr", tag("th", tag("bdi", one_line(teacher)), scope="row"), *cells))
+    table = tag("table", tag("caption", "Teachers"), head, tag("tbody", *rows))
+    return tag("div", table, class_="wide", tabindex="0")
 
 # %% ../../nbs/replay/50_viewer.ipynb #viewr032
 _PARTS = """
 table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: .9rem; }
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
+.wide { overflow-x: auto; } .wide :is(th, td) { overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-top: 1px solid var(--line); }
 .index td:nth-child(3), .index td:nth-child(4) { white-space: nowrap; } .id { display: block; }
 .row.pair td:nth-child(5) { color: var(--good); font-weight: 600; }
 .row.error td:nth-child(6) { color: var(--bad); }
 fieldset { border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0 0; padding: .3rem .75rem .5rem; }
-fieldset label { display: inline-block; padding: .3rem .9rem .3rem .2rem; }
+fieldset span { display: inline-block; padding: .3rem 1rem .3rem 0; } input { margin-right: .4rem; }
+ .up { float: right; font-size: .85rem; }
 body:has(#show-pair:checked) :is(.row, .state):not(.pair),
 body:has(#show-error:checked) :is(.row, .state):not(.error) { display: none; }
 .state { border-top: 3px solid var(--line); margin-top: 2.5rem; padding-top: 1rem; }
@@ -289,6 +292,8 @@ del { background: var(--badpage); color: var(--bad); }
 ins { background: var(--goodpage); color: var(--good); }
 @media (max-width: 40rem) { .index thead { position: absolute; clip-path: inset(50%); }
   .index :is(tbody, tr, td, th) { display: block; border: 0; padding: .1rem 0; }
+  .index td:nth-child(n + 3) { display: inline-block; padding-right: 1rem; }
+  .wide :is(th, td) { padding: .3rem .2rem; }
   .index tr { border-top: 1px solid var(--line); padding: .5rem 0; }
   .index tbody th::before { content: "State "; } .index td:not(:nth-child(2))::before {
     content: attr(data-label) ": "; color: var(--dim); } .index td:empty { display: none; } }
@@ -318,8 +323,8 @@ def _head(plan: ReplayPlan, report: PageReport, totals: Counter, checked: bool) 
     choices = (("all", report.states), ("pair", report.pairs), ("error", report.error_sites))
     words = {"all": "all states", "pair": "with a pair", "error": "with an error site"}
     buttons = [
-        joined(
-            tag("input", type="radio", name="show", id=f"show-{kind}", checked=kind == "all"), " ",
+        tag(
+            "span", tag("input", type="radio", name="show", id=f"show-{kind}", checked=kind == "all"),
             tag("label", f"{words[kind]} ({count})", for_=f"show-{kind}"),
         )
         for kind, count in choices
