@@ -256,7 +256,7 @@ def test_a_teacher_says_why_it_does_not_count(tmp_path):
     state = TraceState("s", ASKED, call("b"), [READ], model="gpt-5")
     answers = {"t1": call("a", "write"), "t2": Action(" ")}
     text = Page(page_of(made(tmp_path, [state], {"s": answers}, ("t1", "t2", "t3", "gpt-4")))).text
-    assert "does not count: no tool write" in text
+    assert "does not count: 'write' is not on offer" in text
     assert "does not count: nothing was done" in text and "no reply yet" in text and "not asked: of the maker" in text
 
 

@@ -361,7 +361,7 @@ def _check(state: TraceState) -> None:
     except NotCleanError as error:
         raise ValueError(
             f"state {state.state_id!r} would be shown with what redaction replaces ({error}); "
-            "redact the states first, or ask for the page of unredacted ones"
+            "`composer-nb replay redact` comes first; with `unredacted` it is shown as it is"
         ) from None
 
 # %% ../../nbs/replay/50_viewer.ipynb #viewr036
