@@ -154,6 +154,7 @@ def json_kept(text: str) -> str:
 def test_nothing_from_a_log_becomes_an_element(tmp_path, bad):
     found = check_harmless(page_of(hostile_plan(tmp_path, json_kept(bad)), unredacted=True))
     assert readable(json_kept(bad)[:60]).split()[0] in found.text
+    assert all(len(text) < 8 * 4000 for text in found.texts) and len("".join(found.texts)) < 400_000
 
 
 def test_half_a_pair_in_a_file_of_states_is_shown_by_its_number(tmp_path):
@@ -183,6 +184,12 @@ def test_a_browser_finds_the_same_elements(tmp_path):
 def test_a_text_is_read_back_as_it_is_shown(text, value):
     found = Page(tag("p", text, tag("b", text), title=value))
     assert found.text == readable(text) * 2 and found.elements[0] == ("p", {"title": readable(value)})
+
+
+def test_accents_pile_up_by_number_only():
+    assert readable("e" + "\u0301" * 500).count("⟨U+0301⟩") == 500
+    for text in ("é", "e\u0301\u0323", "\u05e9\u05b8\u05c1\u0591", "⚠\ufe0f" * 5, "────────", "👩\u200d💻" * 4, "नमस्ते"):
+        assert readable(text) == text
 
 
 def test_markup_is_not_escaped_twice():

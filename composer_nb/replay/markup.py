@@ -14,29 +14,36 @@ from difflib import SequenceMatcher
 from hashlib import sha256
 from html import escape
 from typing import Any
+from unicodedata import combining
 
 from .actions import read_action
 from .consensus import visible_text
 from ..traces import Action, Message, ToolCall, message_action
 
 # %% auto #0
-__all__ = ['Markup', 'readable', 'joined', 'tag', 'one_line', 'left_out', 'text_block', 'as_json', 'call_block', 'action_block',
+__all__ = ['readable', 'Markup', 'joined', 'tag', 'one_line', 'left_out', 'text_block', 'as_json', 'call_block', 'action_block',
            'step_line', 'message_block', 'spelt', 'difference', 'page_start']
 
-# %% ../../nbs/replay/50_markup.ipynb #marku006
+# %% ../../nbs/replay/50_markup.ipynb #marku005b
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     r"\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
 )
-
-
-class Markup(str):
-    "Text that is HTML already."
+_HEAP = re.compile(r"[^\w\s\x00-\u02ff]{6,}")
 
 
 def readable(text: str) -> str:
-    "The text; characters that cannot be seen or that turn others around are shown by their number."
-    return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+    "The text; characters that are not seen, turn others around or pile up are shown by their number."
+    text = _HEAP.sub(lambda run: "".join(_number(c) if combining(c) else c for c in run[0]), text)
+    return _UNSEEN.sub(lambda found: _number(found[0]), text)
+
+
+def _number(character: str) -> str:
+    return f"⟨U+{ord(character):04X}⟩"
+
+# %% ../../nbs/replay/50_markup.ipynb #marku006
+class Markup(str):
+    "Text that is HTML already."
 
 
 def joined(*parts: str) -> Markup:
@@ -87,7 +94,7 @@ def as_json(value: Any) -> str:
 # %% ../../nbs/replay/50_markup.ipynb #marku012
 def call_block(call: ToolCall, limit: int) -> Markup:
     "A call: name and arguments."
-    name = tag("code", call.name, class_="name")
+    name = tag("code", one_line(call.name), class_="name")
     return tag("div", name, text_block(as_json(call.arguments), limit), class_="call")
 
 

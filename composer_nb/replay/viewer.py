@@ -64,7 +64,7 @@ class _Talk:
     def _row(self, index: int, message: Message, old: bool, limit: int) -> Markup:
         role, name = str(message.get("role", "")), message.get("name")
         kind = role if role in _ROLES else "other"
-        told = tag("span", f"{role} {name}" if isinstance(name, str) else role, class_="role")
+        told = tag("span", one_line(f"{role} {name}" if isinstance(name, str) else role), class_="role")
         block, line = message_block(message, limit)
         if old:
             body = joined(tag("a", told, href=f"#{self.places[index]}"), " ", tag("bdi", line))
@@ -142,8 +142,8 @@ _CROSS = tag("span", "✗ ", aria_hidden="true")
 
 def _card(title: str, badge: str, group: int, *parts: str) -> Markup:
     "One action with a heading; `group` colours it."
-    mark = tag("span", badge, class_=f"badge g{min(group, 5)}")
-    return tag("article", tag("h4", tag("bdi", title), " ", mark), *parts, class_="card")
+    mark = tag("span", one_line(badge), class_=f"badge g{min(group, 5)}")
+    return tag("article", tag("h4", tag("bdi", one_line(title)), " ", mark), *parts, class_="card")
 
 
 def _bill(reply: TeacherReply) -> str:
@@ -156,7 +156,7 @@ def _teacher(shown: ShownState, name: str, limit: int) -> Markup:
     reply, parts = shown.replies.get(name), []
     if reply is not None:
         model = " ".join(dict.fromkeys(part for part in (reply.model, reply.provider) if part))
-        told = " · ".join(part for part in (model, _bill(reply)) if part)
+        told = " · ".join(part for part in (one_line(model), _bill(reply)) if part)
         parts = [] if reply.action is None else [action_block(reply.action, limit)]
         if one_line(reply.reason) != reply.reason:  # more than the heading says
             parts.append(text_block(reply.reason, limit))
@@ -167,9 +167,9 @@ def _teacher(shown: ShownState, name: str, limit: int) -> Markup:
 def _site(site: ErrorSite, limit: int) -> Markup:
     "One failed call, and the hint that the template of its kind writes."
     hint = "" if site.error_kind in NOT_MISTAKES else template_hint(site)
-    kind = tag("p", _CROSS, tag("b", site.error_kind), " in ", tag("code", site.call.name))
-    parts = [kind, text_block(site.error_message, limit)]
-    parts += [tag("p", problem) for problem in site.problems]
+    kind, name = tag("b", one_line(site.error_kind)), tag("code", one_line(site.call.name))
+    parts = [tag("p", _CROSS, kind, " in ", name), text_block(site.error_message, limit)]
+    parts += [tag("p", one_line(problem, 400)) for problem in site.problems]
     told = [tag("b", "Hint"), text_block(hint, limit)] if hint else ["No hint: its kind has no template."]
     return tag("div", *parts, tag("div", *told, class_="hint"), class_="site")
 
@@ -237,7 +237,7 @@ def index_row(shown: ShownState) -> Markup:
         f"{shown.answered} of {len(shown.replies)}",
         str(max(shown.vote.sizes, default=0)),
         _SHORT[shown.vote.outcome],
-        joined(_CROSS, ", ".join(kinds)) if kinds else "",
+        joined(_CROSS, one_line(", ".join(kinds))) if kinds else "",
     )
     told = [tag("td", cell, data_label=name) for name, cell in zip(_COLUMNS[1:], cells)]
     return tag("tr", tag("th", link, scope="row"), *told, class_="row" + _classes(shown), id=f"i{number}")
@@ -266,7 +266,8 @@ table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: .9rem
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
 .wide { overflow-x: auto; } .wide :is(th, td) { overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-top: 1px solid var(--line); }
-.index td:nth-child(3), .index td:nth-child(4) { white-space: nowrap; } .id { display: block; }
+.index th, .index td:nth-child(3), .index td:nth-child(4) { white-space: nowrap; }
+.index td:nth-child(2) { width: 40%; } .index td:nth-child(5) { min-width: 8rem; } .id { display: block; }
 .row.pair td:nth-child(5) { color: var(--good); font-weight: 600; }
 .row.error td:nth-child(6) { color: var(--bad); }
 fieldset { border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0 0; padding: .3rem .75rem .5rem; }
