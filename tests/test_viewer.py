@@ -244,7 +244,7 @@ def test_everything_of_a_state_is_on_its_page(tmp_path):
         ("pair", {"t1": call("a"), "t2": call("a"), "t3": call("c")}, {}, "2 of 3 answers agree, and the student did something else"),
         ("unlike", {"t1": Action("It says so."), "t2": Action("It says so.")}, {}, "one side calls a tool and the other writes prose"),
         ("student_agrees", {"t1": call("b"), "t2": call("b")}, {}, "the student did the same"),
-        ("tie", {"t1": call("a"), "t2": call("c")}, {"threshold": 1}, "Two groups of 1"),
+        ("tie", {"t1": call("a"), "t2": call("c")}, {"threshold": 1}, "More than one group of 1"),
         ("below_threshold", {"t1": call("a"), "t2": call("c")}, {}, "1 of 2 answers agree, 1 stand against them; the plan asks for 2, and 1 more"),
         ("no_replies", {"t1": "timeout", "t2": call("a", "write")}, {}, "No teacher gave an answer that counts"),
     ],
@@ -319,6 +319,18 @@ def test_a_page_is_whole_or_not_there(tmp_path):
     with pytest.raises(ValueError, match="states.jsonl:2 is not a state"):
         page_of(plan)
     assert not [one for one in tmp_path.iterdir() if "html" in one.name]
+
+
+def test_no_hint_has_its_reason(tmp_path):
+    kinds = {"user rejected it": "errors of this kind are no mistakes", "strange": "no template has one"}
+    for number, (message, why) in enumerate(kinds.items()):
+        state = TraceState("s", ASKED, call(), [READ], (ToolFailure(call().tool_calls[0], message),))
+        (tmp_path / str(number)).mkdir()
+        assert f"No hint: {why}." in Page(page_of(made(tmp_path / str(number), [state], {}))).text
+
+
+def test_no_states_are_a_page_too(tmp_path):
+    assert "0 states." in check_harmless(page_of(made(tmp_path, [], {}))).text
 
 
 def test_deep_arguments_are_shown():

@@ -76,7 +76,7 @@ _WHY = {
     "pair": "{largest} of {answered} answers agree, and the student did something else.",
     "unlike": "{largest} of {answered} answers agree, but one side calls a tool and the other writes prose.",
     "student_agrees": "{largest} of {answered} answers agree, and the student did the same.",
-    "tie": "Two groups of {largest} answers: neither is the largest.",
+    "tie": "More than one group of {largest} answers: none is the largest.",
     "below_threshold": "{largest} of {answered} answers agree, {second} stand against them; "
     "the plan asks for {threshold}, and {min_margin} more than any other group.",
     "no_replies": "No teacher gave an answer that counts.",
@@ -166,11 +166,12 @@ def _teacher(shown: ShownState, name: str, limit: int) -> Markup:
 
 def _site(site: ErrorSite, limit: int) -> Markup:
     "One failed call, and the hint that the template of its kind writes."
+    none = "errors of this kind are no mistakes" if site.error_kind in NOT_MISTAKES else "no template has one"
     hint = "" if site.error_kind in NOT_MISTAKES else template_hint(site)
     kind, name = tag("b", one_line(site.error_kind)), tag("code", one_line(site.call.name))
     parts = [tag("p", _CROSS, kind, " in ", name), text_block(site.error_message, limit)]
     parts += [tag("p", one_line(problem, 400)) for problem in site.problems]
-    told = [tag("b", "Hint"), text_block(hint, limit)] if hint else ["No hint: its kind has no template."]
+    told = [tag("b", "Hint"), text_block(hint, limit)] if hint else [f"No hint: {none}."]
     return tag("div", *parts, tag("div", *told, class_="hint"), class_="site")
 
 # %% ../../nbs/replay/50_viewer.ipynb #viewr028
@@ -194,7 +195,7 @@ def section(shown: ShownState, talk: _Talk, limit: int) -> Markup:
     state, number, part = shown.state, shown.number, lambda title, *inner: joined(tag("h3", title), *inner)
     facts = [state.model, state.source, "tools: " + (", ".join(tool_schemas(state.tools)) or "none")]
     own, group = action_block(state.student_action, limit), shown.student_group
-    badge = f"the same as answer {group}" if group else "as no answer that counts"
+    badge = f"the same as answer {group}" if group else "no answer equals it"
     sites = [_site(site, limit) for site in error_sites([state], skip=())]
     cards = [_teacher(shown, name, limit) for name in shown.found.rows]
     back = tag("a", "to the index", href=f"#i{number}", class_="up")
@@ -272,7 +273,6 @@ th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-to
 .row.error td:nth-child(6) { color: var(--bad); }
 fieldset { border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0 0; padding: .3rem .75rem .5rem; }
 fieldset span { display: inline-block; padding: .3rem 1rem .3rem 0; } input { margin-right: .4rem; }
- .up { float: right; font-size: .85rem; }
 body:has(#show-pair:checked) :is(.row, .state):not(.pair),
 body:has(#show-error:checked) :is(.row, .state):not(.error) { display: none; }
 .state { border-top: 3px solid var(--line); margin-top: 2.5rem; padding-top: 1rem; }
@@ -283,7 +283,7 @@ body:has(#show-error:checked) :is(.row, .state):not(.error) { display: none; }
 .g0 { color: var(--g0); } .g1 { color: var(--g1); } .g2 { color: var(--g2); }
 .g3 { color: var(--g3); } .g4 { color: var(--g4); } .g5 { color: var(--g5); }
 .talk > summary { font-weight: 600; margin-top: .75rem; }
-ol { list-style: none; margin: .5rem 0; padding: 0; }
+.up { float: right; font-size: .85rem; } ol { list-style: none; margin: .5rem 0; padding: 0; }
 li { border-left: 3px solid var(--line); padding: .2rem 0 .2rem .75rem; margin: .4rem 0; }
 li.old { color: var(--dim); font-size: .85rem; margin: .1rem 0; } li.user { border-color: var(--g2); }
 li.assistant { border-color: var(--g4); } li.tool { border-color: var(--g3); } .role { font-weight: 600; }
@@ -294,8 +294,7 @@ ins { background: var(--goodpage); color: var(--good); }
 @media (max-width: 40rem) { .index thead { position: absolute; clip-path: inset(50%); }
   .index :is(tbody, tr, td, th) { display: block; border: 0; padding: .1rem 0; }
   .index td:nth-child(n + 3) { display: inline-block; padding-right: 1rem; }
-  .wide :is(th, td) { padding: .3rem .2rem; }
-  .index tr { border-top: 1px solid var(--line); padding: .5rem 0; }
+  .wide :is(th, td) { padding: .3rem .2rem; } .index tr { border-top: 1px solid var(--line); }
   .index tbody th::before { content: "State "; } .index td:not(:nth-child(2))::before {
     content: attr(data-label) ": "; color: var(--dim); } .index td:empty { display: none; } }
 """
