@@ -265,10 +265,10 @@ def teacher_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
 _PARTS = """
 table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: .9rem; }
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
-.wide { overflow-x: auto; } .wide :is(th, td) { overflow-wrap: normal; }
+.id { display: block; } .wide { overflow-x: auto; } .wide :is(th, td) { overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-top: 1px solid var(--line); }
 .index th, .index td:nth-child(3), .index td:nth-child(4) { white-space: nowrap; }
-.index thead th:nth-child(2) { width: 40%; } .index td:nth-child(5) { min-width: 8rem; } .id { display: block; }
+.index thead th:nth-child(2) { width: 40%; } .index td:nth-child(5) { min-width: 8rem; }
 .row.pair td:nth-child(5) { color: var(--good); font-weight: 600; }
 .row.error td:nth-child(6) { color: var(--bad); }
 fieldset { border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0 0; padding: .3rem .75rem .5rem; }
