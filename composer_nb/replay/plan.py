@@ -13,16 +13,17 @@ from typing import Any
 
 import yaml
 
+from .consensus import Consensus, consensus
 from .http_teacher import HTTPTeacher
 from .ledger import Ledger
 from .local_teacher import LocalTeacher
 from .pairs import PairReport, consensus_table, extract_dpo_pairs
 from .prices import Prices
-from .protocol import Teacher
+from .protocol import Teacher, TeacherReply
 from ..traces import Action, DPOPair, TraceState, load_states, vendor_of
 
 # %% auto #0
-__all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table']
+__all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table', 'consensus_of']
 
 # %% ../../nbs/replay/50_plan.ipynb #planx006
 @dataclass(frozen=True)
@@ -152,17 +153,21 @@ def _local(told: dict[str, Any], weights: bool) -> Teacher:
 # %% ../../nbs/replay/50_plan.ipynb #planx015
 @dataclass(frozen=True)
 class Recorded:
-    "What a ledger holds for a plan: actions by state and teacher, and how its questions stand, by teacher."
+    """What a ledger holds for a plan: actions by state and teacher, and how its questions stand, by teacher.
+
+    `replies[state_id][teacher]`: the reply to each question, None where there is none yet.
+    """
 
     actions: dict[str, dict[str, Action]]
     rows: dict[str, dict[str, float]]
+    replies: dict[str, dict[str, TeacherReply | None]]
 
     @property
     def missing(self) -> int:
         "Questions that have no reply."
         return sum(int(row["no reply"]) for row in self.rows.values())
 
-
+# %% ../../nbs/replay/50_plan.ipynb #planx015b
 def recorded(
     states: Sequence[TraceState], teachers: Sequence[Teacher], ledger: Ledger, allow_same_vendor: bool = False
 ) -> Recorded:
@@ -171,13 +176,14 @@ def recorded(
     A teacher of the vendor that acted has no question there, unless `allow_same_vendor`.
     """
     actions: dict[str, dict[str, Action]] = {state.state_id: {} for state in states}
+    replies: dict[str, dict[str, TeacherReply | None]] = {state.state_id: {} for state in states}
     rows = {t.name: {"questions": 0, "actions": 0, "skipped": 0, "no reply": 0, "usd": 0.0} for t in teachers}
     for teacher in teachers:
         row = rows[teacher.name]
         for state in states:
             if not allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
                 continue
-            reply = ledger.known(teacher.request(state).key)
+            replies[state.state_id][teacher.name] = reply = ledger.known(teacher.request(state).key)
             row["questions"] += 1
             if reply is not None and reply.action is not None and reply.outcome == "ok":
                 actions[state.state_id][teacher.name] = reply.action
@@ -185,7 +191,7 @@ def recorded(
             row["no reply"] += reply is None
             row["skipped"] += reply is not None and teacher.name not in actions[state.state_id]
             row["usd"] += (reply.cost_usd or 0.0) if reply is not None else 0.0
-    return Recorded(actions, rows)
+    return Recorded(actions, rows, replies)
 
 # %% ../../nbs/replay/50_plan.ipynb #planx016
 def pairs_of(plan: ReplayPlan, states: Sequence[TraceState], found: Recorded) -> list[DPOPair]:
@@ -201,6 +207,12 @@ def pairs_of(plan: ReplayPlan, states: Sequence[TraceState], found: Recorded) ->
 def pair_table(plan: ReplayPlan, states: Sequence[TraceState], found: Recorded) -> list[PairReport]:
     "How many states had which outcome, at each threshold up to the number of teachers."
     return consensus_table(states, found.actions, range(1, len(found.rows) + 1), **_vote(plan, found))
+
+
+def consensus_of(plan: ReplayPlan, state: TraceState, found: Recorded) -> Consensus:
+    "What the answers to one state come to, by the plan's rules."
+    actions = found.actions[state.state_id]
+    return consensus(state, actions, threshold=plan.threshold, **_vote(plan, found))
 
 
 def _vote(plan: ReplayPlan, found: Recorded) -> dict[str, Any]:
