@@ -39,7 +39,8 @@ def commands(code: str) -> Iterator[str]:
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SNIPPETS = snippets(README) + snippets(CONTRIBUTING)
+GUIDE = (ROOT / "book/which_channel.md").read_text(encoding="utf-8")
+SNIPPETS = snippets(README) + snippets(CONTRIBUTING) + snippets(GUIDE)
 
 
 def of_language(language: str) -> list[object]:
@@ -88,7 +89,7 @@ def check_cli(words: list[str]) -> None:
 
 
 def test_every_fence_is_closed_and_names_a_known_language() -> None:
-    for text in (README, CONTRIBUTING):
+    for text in (README, CONTRIBUTING, GUIDE):
         assert text.count("\n```") + text.startswith("```") == 2 * len(snippets(text))
     strangers = {f"line {s.line}: {s.language!r}" for s in SNIPPETS} - {
         f"line {s.line}: {s.language!r}" for s in SNIPPETS if s.language in LANGUAGES

@@ -230,6 +230,9 @@ def write_sample_book(root: Path) -> Path:
     (root / "book/claims.md").write_text(
         "# Claims\n\nThe sample claims nothing, and says so in a sentence.\n"
     )
+    (root / "book/which_channel.md").write_text(
+        "# Which channel\n\nThe sample has no runs to decide by, and says so.\n"
+    )
     (root / "book/composer_map.md").write_text(
         "# Map\n\n> What was published, part by part.\n\nSee {chapter}`core`.\n"
     )
@@ -254,7 +257,7 @@ def write_sample_book(root: Path) -> Path:
         f"  - caption: Spikes\n    chapters:\n      - file: book/explorer\n      - file: "
         f"spikes/{SPIKE}/spike\n"
         f"        sections: [{{glob: spikes/{SPIKE}/runs/*/spike}}]\n"
-        "  - caption: About\n    chapters: [{file: book/status}, {file: book/claims}, "
+        "  - caption: About\n    chapters: [{file: book/which_channel}, {file: book/status}, {file: book/claims}, "
         "{file: book/composer_map}, "
         "{file: book/glossary},\n               {file: book/api/index, sections: [{glob: book/api/part_*}]}, "
         "{file: book/references}]\n"
