@@ -17,7 +17,15 @@ from composer_nb.replay.dataset import (
     save_pairs,
     write_dataset,
 )
-from composer_nb.traces import Action, ToolCall, action_message, action_text
+from composer_nb.traces import (
+    Action,
+    ToolCall,
+    TraceState,
+    action_message,
+    action_text,
+    load_states,
+    save_states,
+)
 from composer_nb.traces.pair import DPOPair
 
 disable_progress_bars()
@@ -103,3 +111,18 @@ def test_trl_reads_it_and_trains(tmp_path):
     assert "<tool_call>" not in tokenizer.decode(seen["rejected_ids"])
     losses = [row["loss"] for row in (trainer.train(), trainer.state.log_history)[1] if "loss" in row]
     assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def test_half_a_character_stops_no_export_and_no_file_of_states(tmp_path):
+    """A reply or a log may end in the middle of an emoji; what is written has a mark in its place."""
+    half = "cut \ud83d"
+    call = Action(half, (ToolCall("run", {"command": half}, "c1"),))
+    context = [{"role": "user", "content": half}]
+    pair = DPOPair("a:1", context, action_text(call), half, 2, {"agreed": [half], "chosen_message": action_message(call)})
+    made = preference_dataset([pair])
+    path = write_dataset(made, tmp_path)
+    (row,) = load_dataset("parquet", data_files=str(path), split="train")
+    assert row["rejected"][0]["content"] == row["prompt"][0]["content"] == "cut \ufffd"
+    assert save_states([TraceState("s", context, call)], tmp_path / "s.jsonl") == 1
+    (state,) = load_states(tmp_path / "s.jsonl")
+    assert state.messages[0]["content"] == "cut \ufffd"

@@ -19,6 +19,7 @@ from ..files import replacing, write_text
 from .local_teacher import template_message
 from ..traces import Message, action_message, parse_action
 from ..traces.pair import DPOPair
+from ..traces.state import _mended
 
 # %% auto #0
 __all__ = ['Schemas', 'save_pairs', 'load_pairs', 'preference_row', 'preference_dataset', 'dataset_card', 'write_dataset']
@@ -57,7 +58,7 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
     if as_text and tools:
         raise ValueError(f"pair {pair.state_id!r}: a row of texts offers no tools; leave one of the two out")
     says = _plain if as_text else _spoken
-    return {
+    row = {
         "prompt": [template_message(message) for message in pair.state_messages],
         "chosen": [says(pair.chosen, pair.provenance.get("chosen_message"))],
         "rejected": [says(pair.rejected, pair.provenance.get("rejected_message"))],
@@ -66,6 +67,7 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
         "teachers_agreeing": pair.n_teachers_agreeing,
         "provenance": json.dumps(pair.provenance, ensure_ascii=False, default=str),
     }
+    return _mended(row)  # a file holds no lone halves of surrogate pairs
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas010
 def _plain(text: str, message: Message | None) -> Message:

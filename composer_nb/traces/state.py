@@ -291,11 +291,15 @@ def record_state(record: Mapping[str, Any]) -> TraceState:
 
 # %% ../../nbs/data/02_traces.ipynb #c034-09dbb6
 def save_states(states: Iterable[TraceState], path: str | os.PathLike) -> int:
-    "Write states to a JSON-lines file, which appears whole or not at all; the number written."
+    """Write states to a JSON-lines file, which appears whole or not at all; the number written.
+
+    Lone halves of surrogate pairs, which no file can hold, are replaced.
+    """
     count = 0
     with replacing(path, "w") as out:
         for count, state in enumerate(states, 1):
-            out.write(json.dumps(state_record(state), ensure_ascii=False) + "\n")
+            line = json.dumps(state_record(state), ensure_ascii=False)
+            out.write(_mended(line) + "\n")
     return count
 
 
