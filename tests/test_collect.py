@@ -1,9 +1,11 @@
 """Episodes answered by teachers: resumed, not asked twice, read back as states, and honest about what ended early."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.protocol import TeacherReply, TeacherStop, teacher_messages
 from composer_nb.replay.protocol import TeacherRequest as Request
 from composer_nb.tasks.arithmetic import Arithmetic
@@ -119,3 +121,39 @@ def test_bad_input_is_named(tmp_path):
     path.write_text('{"key": 1}\n')
     with pytest.raises(ValueError, match="played.jsonl:1 is no episode"):
         collect(Scripted(FILES, tasks), FILES, tasks, path)
+
+
+class Priced(Scripted):
+    """Each answer costs an eighth of a dollar."""
+
+    def worst_case_usd(self, request):
+        return 0.125
+
+    async def reply(self, request):
+        return replace(await super().reply(request), cost_usd=0.125)
+
+
+def test_a_teacher_that_costs_money_is_not_asked_without_a_ceiling(tmp_path):
+    tasks = FILES.tasks("heldout", 2)
+    teacher = Priced(FILES, tasks)
+    with pytest.raises(ValueError, match="'vendor/scripted' costs money: say how much may be spent, ceiling_usd="):
+        collect(teacher, FILES, tasks, tmp_path / "p.jsonl", progress=False)
+    assert not teacher.asked and teacher.closed == 1
+
+
+def test_a_ceiling_is_kept_and_what_was_answered_is_not_paid_again(tmp_path):
+    """Some episodes are done, some are cut off in the middle; with more money those go on where they were."""
+    tasks, place = FILES.tasks("heldout", 6), tmp_path / "p.jsonl"
+    turns = sum(len(FILES.reference(task)) for task in tasks)
+    teacher = Priced(FILES, tasks)
+    with pytest.raises(TeacherStop, match=r"\d of 6 episodes are not done: raise ceiling_usd=0.8"):
+        collect(teacher, FILES, tasks, place, ceiling_usd=0.8, at_once=3, progress=False)
+    assert len(teacher.asked) == 6 and 0 < len(read_played(place)) < 6
+    assert all(one.solved for one in read_played(place).values())
+    later = Priced(FILES, tasks)
+    played = collect(later, FILES, tasks, place, ceiling_usd=100.0, at_once=3, progress=False)
+    assert all(one.solved for one in played) and len(teacher.asked) + len(later.asked) == turns
+    with Ledger(tmp_path / "p.jsonl.ledger") as ledger:
+        assert ledger.spent_usd == turns * 0.125 and not ledger.open_requests
+    third = Priced(FILES, tasks)
+    assert collect(third, FILES, tasks, place, ceiling_usd=0.0, progress=False) == played and not third.asked

@@ -9,20 +9,23 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..replay.protocol import Teacher
-from ..replay.runner import in_thread
+from ..replay.budget import Budget
+from ..replay.ledger import Ledger
+from ..replay.protocol import Teacher, TeacherReply, TeacherRequest, TeacherStop
+from ..replay.runner import in_thread, ledgered_reply
 from .contract import Episode, EpisodeLost, TaskFamily
 from ..traces.state import Action, TraceState
 
 # %% auto #0
-__all__ = ['Played', 'answered_by', 'name_of', 'read_played', 'drop_cut_line', 'play_all', 'collect']
+__all__ = ['Ask', 'Played', 'answered_by', 'name_of', 'read_played', 'drop_cut_line', 'play_all', 'paid', 'collect']
 
 # %% ../../nbs/tasks/50_collect.ipynb #co000006
 @dataclass(frozen=True)
@@ -46,15 +49,26 @@ class Played:
         return cls(**fields | {"messages": tuple(record["messages"]), "faults": tuple(record["faults"])})
 
 # %% ../../nbs/tasks/50_collect.ipynb #co000018
-async def answered_by(teacher: Teacher, episode: Episode, key: str, limit: int = 64) -> Played:
-    """Play to the end, at most `limit` answers. Raises TeacherStop when the teacher cannot answer anybody."""
+Ask = Callable[[TeacherRequest], Awaitable[TeacherReply]]
+
+
+async def answered_by(
+    teacher: Teacher, episode: Episode, key: str, limit: int = 64, ask: Ask | None = None
+) -> Played | None:
+    """Play to the end, at most `limit` answers; None where the budget of `ask` cannot bear the next one.
+
+    `ask` takes the place of `teacher.reply`. Raises TeacherStop when the teacher cannot answer anybody.
+    """
     opening = [{**m, "example": True} if m["role"] == "assistant" else m for m in episode.messages()]
     skipped, said = "", opening
     for number in range(limit):
         if episode.done:
             break
         said = [*opening, *episode.messages()[len(opening) :]]
-        reply = await teacher.reply(teacher.request(TraceState(f"{key}/{number}", said, Action())))
+        request = teacher.request(TraceState(f"{key}/{number}", said, Action()))
+        reply = await (ask or teacher.reply)(request)
+        if reply.action is None and reply.reason == "budget":
+            return None
         if reply.action is None:
             skipped = reply.reason or "no answer"
             break
@@ -102,17 +116,19 @@ def drop_cut_line(path: Path) -> None:
 # %% ../../nbs/tasks/50_collect.ipynb #co000009
 async def play_all(
     teacher: Teacher, family: TaskFamily, waiting: Sequence[tuple[str, Any]], place: Path,
-    *, at_once: int, limit: int, bar: tqdm[Any],
+    *, at_once: int, limit: int, bar: tqdm[Any], ask: Ask,
 ) -> list[Played]:  # fmt: skip
     "Episodes by name and task, `at_once` at a time, each a line of `place` when it ends. Raises TeacherStop."
-    gate, ended = asyncio.Semaphore(at_once), []
+    gate, ended = asyncio.Semaphore(at_once), list[Played]()
 
     async def one(name: str, task: Any) -> None:
         async with gate:
-            ended.append(await answered_by(teacher, family.episode(task), name, limit))
-        with place.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(ended[-1].to_record()) + "\n")
-        bar.update()
+            played = await answered_by(teacher, family.episode(task), name, limit, ask)
+        if played is not None:  # else it is not done, and not kept as if it were
+            ended.append(played)
+            with place.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(played.to_record()) + "\n")
+            bar.update()
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -124,15 +140,35 @@ async def play_all(
         await teacher.aclose()
     return ended
 
+# %% ../../nbs/tasks/50_collect.ipynb #co000021
+@contextmanager
+def paid(teacher: Teacher, place: Path, ceiling_usd: float | None) -> Iterator[Ask]:
+    "How the teacher is asked: under a ceiling, with a ledger beside `place`; else only if it costs nothing."
+
+    async def free(request: TeacherRequest) -> TeacherReply:
+        if teacher.worst_case_usd(request) > 0:
+            said = f"teacher {teacher.name!r} costs money"
+            raise ValueError(f"{said}: say how much may be spent, ceiling_usd=…")
+        return await teacher.reply(request)
+
+    if ceiling_usd is None:
+        yield free
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with Ledger(place.with_name(place.name + ".ledger")) as ledger:
+        yield ledgered_reply(teacher, ledger, Budget(ceiling_usd, ledger.committed_usd))
+
 # %% ../../nbs/tasks/50_collect.ipynb #co000019
 def collect(
     teacher: Teacher, family: TaskFamily, tasks: Sequence[Any], path: str | os.PathLike[str],
-    *, at_once: int = 8, limit: int = 64, progress: bool = True,
+    *, at_once: int = 8, limit: int = 64, ceiling_usd: float | None = None, progress: bool = True,
 ) -> list[Played]:  # fmt: skip
     """Every task played by a teacher, `at_once` at a time; one line of `path` each, in order of their end.
 
-    Returns them in the order of `tasks`. What the file holds is not asked again. Raises TeacherStop when the
-    teacher cannot answer anybody; what was finished is in the file. Works beside a notebook's running loop.
+    Returns them in the order of `tasks`. What the file holds is not asked again. With `ceiling_usd` every
+    answer is reserved before it is asked for and kept in a ledger beside `path`, so that none is paid twice.
+    Raises TeacherStop when the teacher cannot answer anybody, or the ceiling is reached, and ValueError for
+    one that costs money without a ceiling. Works beside a notebook's running loop.
     """
     if at_once < 1 or limit < 1:
         raise ValueError(f"at_once={at_once}, limit={limit}: at least one of each")
@@ -145,7 +181,12 @@ def collect(
     place.parent.mkdir(parents=True, exist_ok=True)
     waiting = [(name, task) for name, task in named if name not in done]
     held = len(named) - len(waiting)
-    with tqdm(total=len(named), initial=held, disable=not progress, unit="episode") as bar:
-        ended = in_thread(play_all(teacher, family, waiting, place, at_once=at_once, limit=limit, bar=bar))
+    bar = tqdm(total=len(named), initial=held, disable=not progress, unit="episode")
+    with bar, paid(teacher, place, ceiling_usd) as ask:
+        told = dict(at_once=at_once, limit=limit, bar=bar, ask=ask)
+        ended = in_thread(play_all(teacher, family, waiting, place, **told))
     done |= {one.key: one for one in ended}
+    if left := sum(name not in done for name, _ in named):
+        cure = f"raise ceiling_usd={ceiling_usd}; what was answered is not paid again"
+        raise TeacherStop(teacher.name, None, f"{left} of {len(named)} episodes are not done: {cure}")
     return [done[name] for name, _ in named]
