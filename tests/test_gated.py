@@ -15,7 +15,7 @@ from test_trainer import arguments, build, log, record
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.trainer import Feedback
 from composer_nb.training.config import adopt
-from composer_nb.training.gated import Cap, Gains, first_tokens, others_mean
+from composer_nb.training.gated import Cap, Gains, first_tokens, hint_memory, others_mean, recall
 from composer_nb.training.report import measured
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -251,9 +251,9 @@ def test_the_preset_is_one() -> None:
 
 def test_what_was_gained_goes_into_a_checkpoint_and_back(tmp_path) -> None:
     one, _ = trained(tmp_path / "a", Checker(1.0), gate_cap=0.5)
-    kept = json.loads(json.dumps(one.remembered()))
+    kept = json.loads(json.dumps(hint_memory(one)))
     other, _ = trained(tmp_path / "b", Checker(0.0), steps=1, gate_cap=0.5)
-    assert other.remembered() != one.remembered()
-    other.recall(kept)
-    assert other.remembered() == one.remembered() and other._gains.of("colour") == one._gains.of("colour")
+    assert hint_memory(other) != hint_memory(one)
+    recall(other, kept)
+    assert hint_memory(other) == hint_memory(one) and other._gains.of("colour") == one._gains.of("colour")
     assert other._cap.policy == one._cap.policy > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from .feedback import joined
 from .hinting import compared_rows
-from .verified import VerifiedTrainer, first_of_each, kind_of, retaken
+from .verified import Memory, Rest, VerifiedTrainer, first_of_each, kind_of, retaken
 
 # %% auto #0
-__all__ = ['Gains', 'first_tokens', 'others_mean', 'Cap', 'GatedTrainer', 'rows_to_ask', 'open_rows']
+__all__ = ['Gains', 'first_tokens', 'others_mean', 'Cap', 'GatedTrainer', 'rows_to_ask', 'open_rows', 'hint_memory', 'recall']
 
 # %% ../../nbs/training/33_gated_hints.ipynb #gate0005
 class Gains:
@@ -105,18 +106,6 @@ class GatedTrainer(VerifiedTrainer):
         kept = [row for row, e in zip(rows, earned.cpu()) if e > own[row]]  # false where one is NaN
         return open_rows(self, fields, kept)
 
-    def remembered(self) -> dict[str, Any]:
-        gains = {} if self._gains is None else self._gains.sums
-        return super().remembered() | {"gains": gains, "policy": self._cap.policy if self._cap else 0.0}
-
-    def recall(self, found: Mapping[str, Any]) -> None:
-        super().recall(found)
-        self._gains = Gains(self.args.gate_memory, self.args.gate_errors)
-        self._gains.sums |= {kind: tuple(sums) for kind, sums in found["gains"].items()}
-        if self.args.gate_cap is not None:
-            self._cap = Cap(self.args.gate_cap)
-            self._cap.policy = found["policy"]
-
     def _look_at_gains(self, mine: Sequence[tuple[str, float]]) -> None:
         "Gains of all processes go into the estimate, and into the log."
         found = gather_object(list(mine))
@@ -158,3 +147,26 @@ def open_rows(trainer: GatedTrainer, fields: Mapping[str, Tensor], kept: Sequenc
     row_weight[list(weights)] = torch.tensor(list(weights.values()), device=mask.device)
     shown = first_tokens(mask, trainer.args.gate_tokens) & (row_weight > 0).unsqueeze(1)
     return {**fields, "sdpo_loss_mask": shown.to(mask.dtype), "sdpo_row_weight": row_weight}
+
+# %% ../../nbs/training/33_gated_hints.ipynb #gatemem1
+def hint_memory(trainer: GatedTrainer) -> dict[str, Any]:
+    "What this process's re-takes have left behind, as JSON."
+    return {
+        "rest": {} if trainer._rest is None else trainer._rest.until,
+        "due": [] if trainer._memory is None else trainer._memory.due,
+        "gains": {} if trainer._gains is None else trainer._gains.sums,
+        "policy": trainer._cap.policy if trainer._cap else 0.0,
+    }
+
+
+def recall(trainer: GatedTrainer, found: Mapping[str, Any]) -> None:
+    "The reverse of `hint_memory`."
+    args = trainer.args
+    trainer._rest, trainer._memory = Rest(args.retake_rest), Memory(args.retake_repeats)
+    trainer._rest.until |= found["rest"]
+    trainer._memory.due = [((prompt, answer), turns) for (prompt, answer), turns in found["due"]]
+    trainer._gains = Gains(args.gate_memory, args.gate_errors)
+    trainer._gains.sums |= {kind: tuple(sums) for kind, sums in found["gains"].items()}
+    if args.gate_cap is not None:
+        trainer._cap = Cap(args.gate_cap)
+        trainer._cap.policy = found["policy"]

@@ -29,7 +29,7 @@ from ..traces.pair import DPOPair
 from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
-from .gated import GatedTrainer
+from .gated import GatedTrainer, hint_memory, recall
 from composer_nb.training.hinting import (
     UpdateTeacher,
     compared_rows,
@@ -295,13 +295,13 @@ class ResumableTrainer(ScheduledTrainer):
         if (state := self._kept()) is not None and self.args.should_save:
             write_state(folder, state, self.teacher.state_dict() if self.teacher is not None else None)
         if self.args.hint_mode != "distil":
-            write_memory(folder, self.remembered(), *self._rank_of())
+            write_memory(folder, hint_memory(self), *self._rank_of())
         super()._save_checkpoint(model, trial)  # writes trainer_state.json last: see last_checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # called on every way of resuming, DeepSpeed's too
         if checkpoint is not None and self.args.hint_mode != "distil":
-            self.recall(read_memory(Path(checkpoint), *self._rank_of()))
+            recall(self, read_memory(Path(checkpoint), *self._rank_of()))
         if checkpoint is None or (mine := self._kept()) is None:
             return
         dpo = bool(self.pairs) and self.args.dpo_variant == "dpo"

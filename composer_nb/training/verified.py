@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -100,17 +99,6 @@ class VerifiedTrainer(HintTrainer):
         self._look_at(rows, passed, earned.tolist())
         kept = {row: ids for row, ids, right in zip(rows, answers, passed) if right}
         return learned_rows(self, output, kept)
-
-    def remembered(self) -> dict[str, Any]:
-        "What this process's re-takes have left behind, as JSON: a checkpoint keeps it."
-        rest = {} if self._rest is None else self._rest.until
-        return {"rest": rest, "due": [] if self._memory is None else self._memory.due}
-
-    def recall(self, found: Mapping[str, Any]) -> None:
-        "The reverse of `remembered`."
-        self._rest, self._memory = Rest(self.args.retake_rest), Memory(self.args.retake_repeats)
-        self._rest.until |= found["rest"]
-        self._memory.due = [((prompt, answer), turns) for (prompt, answer), turns in found["due"]]
 
     def _look_at(self, rows: Sequence[int], passed: Sequence[bool], earned: Sequence[float]) -> None:
         "The re-takes of all processes: what is logged of them, and what they say of their kinds of hint."
