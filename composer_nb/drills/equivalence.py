@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from composer_nb.replay.edits import Seen
 from composer_nb.traces import Action, ToolCall
 
-FOLDER = "/work/shop"
+FOLDER = "/srv/shop"
 SEEN = {"cart.py": "def total(items):\n    s = 0\n    for i in items:\n        s += i\n    return s\n"}
 
 

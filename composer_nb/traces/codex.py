@@ -108,7 +108,7 @@ def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "The session: its id, and the system message that every turn had."
     names = {"session": "id", "version": "cli_version"}
     log.facts |= {name: text_or(payload.get(key)) for name, key in names.items()}
-    log.folder = text_or(payload.get("cwd"))
+    log.facts |= {"folder": folder} if (folder := text_or(payload.get("cwd"))) else {}
     base = payload.get("base_instructions")
     text = text_or(base.get("text")) if isinstance(base, Mapping) else text_or(base)
     if text and not log.context:
@@ -130,7 +130,7 @@ def _event(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 
 def _settings(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     log.model = text_or(payload.get("model")) or log.model
-    log.folder = text_or(payload.get("cwd")) or log.folder
+    log.facts |= {"folder": folder} if (folder := text_or(payload.get("cwd"))) else {}
 
 
 def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:

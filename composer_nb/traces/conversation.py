@@ -76,7 +76,6 @@ class Conversation:
     context: Prefix = field(default_factory=Prefix)
     turn: OpenTurn | None = None
     model: str = ""
-    folder: str = ""
     tools: list[Any] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     ready: list[TraceState] = field(default_factory=list)
@@ -85,7 +84,7 @@ class Conversation:
         "The open turn, or a new one when it is over or another than `id`."
         if self.turn is None or (self.turn.id != id if id else self.turn.over):
             self.finish()
-            self.turn = OpenTurn(line, self.context, self.model, id, name, self.folder)
+            self.turn = OpenTurn(line, self.context, self.model, id, name, self.facts.get("folder", ""))
         return self.turn
 
     def said(self, message: Message) -> None:
@@ -146,7 +145,8 @@ def _finished(talk: Conversation, turn: OpenTurn, last: bool) -> list[TraceState
         return []
     id, place = f"{source.stem}:{turn.name or turn.line}", f"{source.name}:{turn.line}"
     failures = tuple(turn.failures.values())
-    facts = talk.facts | ({"folder": turn.folder} if turn.folder else {})
+    facts = {name: fact for name, fact in talk.facts.items() if name != "folder"}
+    facts |= {"folder": turn.folder} if turn.folder else {}
     return [TraceState(id, turn.before, turn.action, talk.tools, failures, turn.model, None, place, facts)]
 
 # %% ../../nbs/data/06_conversation.ipynb #conv014
