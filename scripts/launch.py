@@ -33,6 +33,7 @@ EXTRAS = {
     "genai_prices": "replay",
     "orjson": "replay",
     "tree_sitter": "replay",
+    "tree_sitter_bash": "replay",
     "data_juicer": "normalize",
     "torchft": "diloco",
     "zstandard": "diloco",
