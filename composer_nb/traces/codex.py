@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .conversation import Conversation, OpenTurn, counted
-from .ingester import TOOL_ERROR, FileIngester, text_or
+from .ingester import TOOL_ERROR, ExitCodeIngester, text_or
 from .lines import Source
 from .prefix import Prefix
 from .state import Message, TraceState
@@ -198,18 +198,12 @@ _READERS = {"session_meta": _meta, "turn_context": _settings, "compacted": _comp
 _READERS |= {"event_msg": _event, "response_item": _response_item}
 
 # %% ../../nbs/data/09_codex.ipynb #codex017
-class CodexIngester(FileIngester, format="codex"):
+class CodexIngester(ExitCodeIngester, format="codex"):
     """States from rollout files of the Codex CLI (`.jsonl`), one per turn that did something.
 
     `exit_codes`: a shell call that did not exit with 0 is an error site of kind `exit_code`. Without it only
     results that are marked as failures are.
     """
-
-    has_exit_codes = True
-
-    def __init__(self, *, exit_codes: bool = False) -> None:
-        super().__init__()
-        self.exit_codes = exit_codes
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:

@@ -19,8 +19,8 @@ from .lines import IngestReport, Source
 from .state import TraceState, content_text
 
 # %% auto #0
-__all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'log_files', 'text_or', 'listed', 'arguments_of',
-           'result_text', 'split_thought', 'record_format', 'file_format', 'ingest']
+__all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'log_files', 'text_or', 'listed',
+           'arguments_of', 'result_text', 'split_thought', 'record_format', 'file_format', 'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
 Format = Literal[
@@ -79,6 +79,16 @@ class FileIngester(ABC):
     def passes_over(self, file: Path) -> bool:
         "Whether a file of a folder is left out by its name."
         return False
+
+# %% ../../nbs/data/05_ingester.ipynb #excodes0
+class ExitCodeIngester(FileIngester):
+    "A format that tells exit codes. `exit_codes`: a command that failed by its own is an error site."
+
+    has_exit_codes = True
+
+    def __init__(self, *, exit_codes: bool = False) -> None:
+        super().__init__()
+        self.exit_codes = exit_codes
 
 # %% ../../nbs/data/05_ingester.ipynb #c009-db25fe
 def log_files(root: Path, suffixes: Sequence[str]) -> list[Path]:

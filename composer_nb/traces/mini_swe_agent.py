@@ -11,7 +11,7 @@ from typing import Any
 
 from .codex import OUTPUTS, Output, parts_text, take_item
 from .conversation import Conversation, counted
-from .ingester import TOOL_ERROR, FileIngester, listed, text_or
+from .ingester import TOOL_ERROR, ExitCodeIngester, listed, text_or
 from .lines import Source
 from .openai_chat import _chat_message
 from .state import ToolCall, ToolFailure, TraceState, content_text
@@ -100,18 +100,13 @@ def _model(record: Mapping[str, Any]) -> str:
     return text_or(at)
 
 # %% ../../nbs/data/09_mini_swe_agent.ipynb #mini012
-class MiniSWEAgentIngester(FileIngester, format="mini-swe-agent"):
+class MiniSWEAgentIngester(ExitCodeIngester, format="mini-swe-agent"):
     """States from trajectories of mini-swe-agent: a `.traj.json` each, or one per line of a `.jsonl`.
 
     `exit_codes`: a command that did not exit with 0 is an error site of kind `exit_code`.
     """
 
     suffixes = (".json", ".jsonl")
-    has_exit_codes = True
-
-    def __init__(self, *, exit_codes: bool = False) -> None:
-        super().__init__()
-        self.exit_codes = exit_codes
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .conversation import Conversation, counted
-from .ingester import TOOL_ERROR, FileIngester, listed, text_or
+from .ingester import TOOL_ERROR, ExitCodeIngester, listed, text_or
 from .lines import Source
 from .openai_chat import _chat_message
 from .state import TraceState
@@ -142,18 +142,13 @@ def _events(record: Mapping[str, Any]) -> list[Any] | None:
     return next((value for value in held if isinstance(value, list)), None)
 
 # %% ../../nbs/data/09_openhands.ipynb #hands012
-class OpenHandsIngester(FileIngester, format="openhands"):
+class OpenHandsIngester(ExitCodeIngester, format="openhands"):
     """States from trajectories of OpenHands (`.json`, `.jsonl`): lists of events, or records that hold one.
 
     `exit_codes`: a command that exited with more than 0 is an error site of kind `exit_code`.
     """
 
     suffixes = (".json", ".jsonl")
-    has_exit_codes = True
-
-    def __init__(self, *, exit_codes: bool = False) -> None:
-        super().__init__()
-        self.exit_codes = exit_codes
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:
