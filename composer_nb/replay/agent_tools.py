@@ -69,7 +69,7 @@ def plain_arguments(
 
 def _plain(role: str, value: Any, folder: str, place: str) -> Any:
     "A value by its role; None where it says nothing."
-    if role == "note" or (role.startswith("=") and value == json.loads(role[1:])):
+    if role == "note" or (role.startswith("=") and json.dumps(value) == role[1:]):
         return None
     if role == "words" and isinstance(value, list):
         return run_in(relative(place, folder), words_form(value, place))

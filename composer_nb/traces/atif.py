@@ -15,6 +15,7 @@ from composer_nb.traces.ingester import (
     FileIngester,
     arguments_of,
     listed,
+    own_records,
     result_text,
     split_thought,
     text_or,
@@ -204,10 +205,7 @@ class ATIFIngester(FileIngester, format="atif"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
-        for line, record, _ in source.records():
-            if not self.recognises(record):
-                source.report.unknown["not a trajectory"] += 1
-                continue
+        for line, record in own_records(self, source, "not a trajectory"):
             source.report.types[text_or(record.get("schema_version")) or "ATIF"] += 1
             name = source.stem if source.path.suffix == ".json" else f"{source.stem}:{line}"
             yield from Trajectory(source, line, record, name, self.sidechains, self.token_ids).states()

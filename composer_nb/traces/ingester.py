@@ -19,8 +19,9 @@ from .lines import IngestReport, Source
 from .state import TraceState, content_text
 
 # %% auto #0
-__all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'log_files', 'text_or', 'listed',
-           'arguments_of', 'result_text', 'split_thought', 'record_format', 'file_format', 'ingest']
+__all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'own_records', 'log_files',
+           'text_or', 'listed', 'arguments_of', 'result_text', 'split_thought', 'record_format', 'file_format',
+           'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
 Format = Literal[
@@ -89,6 +90,17 @@ class ExitCodeIngester(FileIngester):
     def __init__(self, *, exit_codes: bool = False) -> None:
         super().__init__()
         self.exit_codes = exit_codes
+
+
+def own_records(
+    reader: FileIngester, source: Source, others: str
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    "Records of a reader's format, with their lines; the report counts the other ones as `others`."
+    for line, record, _ in source.records():
+        if reader.recognises(record):
+            yield line, record
+        else:
+            source.report.unknown[others] += 1
 
 # %% ../../nbs/data/05_ingester.ipynb #c009-db25fe
 def log_files(root: Path, suffixes: Sequence[str]) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .codex import OUTPUTS, Output, parts_text, take_item
 from .conversation import Conversation, counted
-from .ingester import TOOL_ERROR, ExitCodeIngester, listed, text_or
+from .ingester import TOOL_ERROR, ExitCodeIngester, listed, own_records, text_or
 from .lines import Source
 from .openai_chat import _chat_message
 from .state import ToolCall, ToolFailure, TraceState, content_text
@@ -117,10 +117,7 @@ class MiniSWEAgentIngester(ExitCodeIngester, format="mini-swe-agent"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
-        for line, record, _ in source.records():
-            if not self.recognises(record):
-                source.report.unknown["not a trajectory"] += 1
-                continue
+        for line, record in own_records(self, source, "not a trajectory"):
             source.report.types[text_or(record.get("trajectory_format")) or "mini-swe-agent"] += 1
             run = MiniRun(Conversation(source, model=_model(record)), line, self.exit_codes)
             for number, message in enumerate(record["messages"]):

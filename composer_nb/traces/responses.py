@@ -13,7 +13,7 @@ from typing import Any
 from .anthropic import _list
 from .codex import ITEMS, parts_text, take_item
 from .conversation import Conversation, counted
-from .ingester import FileIngester, listed, text_or
+from .ingester import FileIngester, listed, own_records, text_or
 from .lines import Source
 from .prefix import Prefix
 from .state import TraceState
@@ -118,10 +118,7 @@ class ResponsesIngester(FileIngester, format="responses"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
-        for line, record, _ in source.records():
-            if not self.recognises(record):
-                source.report.unknown["no request"] += 1
-                continue
+        for line, record in own_records(self, source, "no request"):
             source.report.types["request" if _answered(record) is None else "request and response"] += 1
             with counted(source, line):
                 yield from record_states(source, line, record)

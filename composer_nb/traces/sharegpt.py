@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .conversation import Conversation, counted
-from .ingester import FileIngester, text_or
+from .ingester import FileIngester, own_records, text_or
 from .lines import Source
 from .state import Action, TraceState, parse_action, tool_call
 
@@ -96,10 +96,7 @@ class ShareGPTIngester(FileIngester, format="sharegpt"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
-        for line, record, _ in source.records():
-            if not self.recognises(record):
-                source.report.unknown["no conversations"] += 1
-                continue
+        for line, record in own_records(self, source, "no conversations"):
             source.report.types["conversation"] += 1
             with counted(source, line):
                 yield from conversation_states(source, line, record)

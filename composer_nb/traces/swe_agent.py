@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from .conversation import Conversation, counted
-from .ingester import FileIngester, listed, text_or
+from .ingester import FileIngester, listed, own_records, text_or
 from .lines import IngestReport, Source
 from .openai_chat import _chat_message
 from .prefix import Prefix
@@ -111,10 +111,7 @@ class SWEAgentIngester(FileIngester, format="swe-agent"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
-        for line, record, _ in source.records():
-            if not self.recognises(record):
-                source.report.unknown["not a trajectory"] += 1
-                continue
+        for line, record in own_records(self, source, "not a trajectory"):
             source.report.types["trajectory"] += 1
             runs = record["attempts"] if isinstance(record.get("attempts"), list) else [record]
             for number, run in enumerate(runs, 1):
