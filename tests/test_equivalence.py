@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.drills import equivalence
-from composer_nb.drills.equivalence import FOLDER, SEEN, cases, edit, patch, sh
+from composer_nb.drills.equivalence import FOLDER, SEEN, cases, edit, found_by_a_reader, patch, sh
 from composer_nb.redaction import Redactor
 from composer_nb.replay import agent_tools
 from composer_nb.replay.actions import canonical_action, same_action, speller
@@ -26,7 +26,7 @@ PIECES = ["ls", "-la", "&&", "||", "|", ";", "\n", "'a b'", '"x $Y"', "$(ls)", "
           FOLDER, "-n", "5", "grep", "-e", "--", "é", "\0", "[[", "]]", "bash", "-c"]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name[:80])
+@pytest.mark.parametrize("case", [*cases(), *found_by_a_reader()], ids=lambda case: case.name[:80])
 def test_a_pair_is_judged_as_a_developer_does_or_kept_apart(case):
     """What differs is never taken for the same; of what is the same, an edit of an unread file may be missed."""
     found = same_action(case.one, case.other, **WHERE)
@@ -47,7 +47,8 @@ def test_few_pairs_are_missed():
 def test_any_text_has_a_form_that_is_json_and_blanks_around_it_do_not_matter(pieces):
     text = "".join(piece + gap for piece, gap in pieces)
     form = command_form(text, FOLDER)
-    assert json.loads(json.dumps(form)) == form == command_form(f"  {text}  ".replace("\\  ", "\\"), FOLDER) or "\\" in text
+    assert json.loads(json.dumps(form)) == form
+    assert form == command_form(f"  {text}" if text.endswith("\\") else f"  {text}  ", FOLDER)
 
 
 @settings(deadline=None)
@@ -131,7 +132,7 @@ def test_options_end_where_two_hyphens_stand_and_a_value_is_not_an_option():
         ("env A=1 B='x y' cmd", 'A=1 B="x y" cmd'),
         ("cat > f <<'EOF'\nhi\nEOF", "cat <<END >f\nhi\nEND"),
         ("git commit -m \"$(cat <<'EOF'\nFix $x\n\nMore.\nEOF\n)\"", "git commit -m 'Fix $x\n\nMore.'"),
-        ("source v/bin/activate && pip3 install -r r.txt", ". v/bin/activate && python -m pip install --requirement r.txt"),
+        ("source v/bin/activate && pip install -r r.txt", ". v/bin/activate && python -m pip install --requirement r.txt"),
         ("git switch -c x", "git checkout -b x"),
         ('echo "${HOME}/a"', 'echo "$HOME/a"'),
         ("cat <HOME>/shop/a.py", "cat '<HOME>/shop/a.py'"),
@@ -158,8 +159,8 @@ def test_the_table_is_of_one_piece(name):
     """No option is both with and without a value, and each short form is an option."""
     known = KNOWN[name]
     assert not known.flags & known.values and not set(known.names) & (known.flags | known.values)
-    letters = {short for short in known.names.values()} | {known.digits} - {""}
-    assert name in ("rg", "git log", "git show") or letters <= known.flags | known.values
+    letters = {*known.names.values(), *({known.digits} - {""}), *(one for group in known.rivals for one in group)}
+    assert letters <= known.flags | known.values
     assert arranged(name.split()) == name.split()
 
 
@@ -195,6 +196,10 @@ def test_long_and_deep_commands_stay_texts_and_cost_little():
     for _ in range(8):
         nested = f"bash -c {shlex.quote(nested)}"
     assert command_form(nested) == ["run", "ls"]
+    since, nested = time.perf_counter(), "ls"
+    for _ in range(9):
+        nested = f"cd x; bash -c {shlex.quote(nested)}"
+    assert command_form(nested)[0] == "do" and time.perf_counter() - since < 1
 
 
 def test_paths():
@@ -230,6 +235,52 @@ def test_changes_to_a_file_are_made_one_after_another():
     assert edit_form([Change("f", None, None)], {"f": Seen("a")}) == {"f": "gone"}
 
 
+TWICE = "def a():\n    x = 1\n\ndef b():\n    x = 1\n"
+
+
+def in_state(text, whole=True):
+    return {"folder": FOLDER, "seen": {"f.py": Seen(text, whole)}}
+
+
+def hunk(*lines, at="@@"):
+    return patch("*** Update File: f.py", at, *lines)
+
+
+def test_the_same_hunk_in_two_places_is_two_edits():
+    one, other, nowhere = (hunk("-    x = 1", "+    x = 2", at=at) for at in ("@@ def a():", "@@ def b():", "@@"))
+    for where in ({}, in_state(TWICE), in_state(TWICE, whole=False)):
+        assert not same_action(one, other, **where) and not same_action(one, nowhere, **where)
+    nested = [patch("*** Update File: f.py", *at, "-    x = 1", "+    x = 2") for at in
+              (["@@ class A", "@@ def f"], ["@@ class B", "@@ def f"], ["@@ def f"])]  # fmt: skip
+    assert len({canonical_action(act) for act in nested}) == 3
+
+
+def test_an_anchor_that_only_says_what_the_file_says_does_not_matter():
+    once = in_state("def a():\n    x = 1\n")
+    here, there = hunk("-    x = 1", "+    x = 2", at="@@ def a():"), hunk("-    x = 1", "+    x = 2")
+    assert same_action(here, there, **once) and same_action(here, edit("x = 1", "x = 2", path="f.py"), **once)
+    assert not same_action(hunk("-    x = 1", "+    x = 2", at="@@ def z():"), there, **once)  # such a patch fails
+    assert not same_action(hunk("-x = 1", "+x = 2"), edit("x = 1", "x = 2", path="f.py"), **once)  # no whole line
+
+
+def test_a_patch_of_a_file_seen_in_part_is_compared_by_its_lines():
+    part = in_state("    x = 1\n    y = 2\n", whole=False)
+    more = hunk("-    x = 1", "+    x = 2", "     y = 2")
+    assert not same_action(hunk("-    x = 1", "+    x = 2"), more, **part)
+
+
+def test_a_patch_is_made_where_its_tool_is_told_to_run():
+    delete = "*** Begin Patch\n*** Delete File: {}\n*** End Patch"
+    there = equivalence.codex("apply_patch", delete.format("a"), workdir="src", timeout_ms=5, justification="Old.")
+    assert same_action(there, equivalence.codex("apply_patch", delete.format("src/a")), folder=FOLDER)
+
+
+def test_everywhere_in_a_part_is_not_once():
+    part = in_state("x = 1\n", whole=False)
+    once, every = edit("x = 1", "x = 2", path="f.py"), edit("x = 1", "x = 2", path="f.py", replace_all=True)
+    assert not same_action(once, every, **part) and same_action(once, every, **in_state("x = 1\n"))
+
+
 @pytest.mark.parametrize("lines", [
     ["*** Update File: a", "+only new"], ["*** Update File: a", "*** Move to: b", "-x", "+y"],
     ["*** Add File: a", "x"], ["*** Delete File: a", "-x"], ["*** Rename File: a"], ["x"],
@@ -243,7 +294,8 @@ def test_a_patch_that_cannot_be_read_is_compared_as_it_is(lines):
 def test_a_patch_of_many_files():
     text = patch("*** Add File: b", "+x", "*** Update File: a", "@@", "-1", "+2", "@@ f", "-3", "+4", "*** Delete File: c")
     assert [tuple(change) for change in changes_of(text.tool_calls[0])] == [
-        ("b", None, "x\n", False), ("a", "1\n", "2\n", False), ("a", "3\n", "4\n", False), ("c", None, None, False),
+        ("b", None, "x\n", False, None), ("a", "1\n", "2\n", False, ()), ("a", "3\n", "4\n", False, ("f",)),
+        ("c", None, None, False, None),
     ]  # fmt: skip
     in_words = ToolCall("shell", {"command": ["apply_patch", text.tool_calls[0].arguments["input"]]})
     assert changes_of(in_words) == changes_of(text.tool_calls[0])
@@ -275,14 +327,190 @@ def test_files_are_followed_through_a_conversation():
     text = SEEN["cart.py"]
     messages = reading(text, f"{FOLDER}/cart.py") + doing(edit("s = 0", "s = 1").tool_calls[0])
     assert files_seen(messages, FOLDER) == {"cart.py": Seen(text.replace("s = 0", "s = 1"))}
-    assert files_seen(messages + doing(edit("gone", "x").tool_calls[0]), FOLDER) == files_seen(messages, FOLDER)
+    nowhere = edit("gone", "x").tool_calls[0]
+    assert files_seen(messages + doing(nowhere, "Error: not found"), FOLDER) == files_seen(messages, FOLDER)
+    assert files_seen(messages + doing(nowhere), FOLDER) == {}  # what was seen cannot have been the file
     part = reading("def total(items):", "cart.py", limit=1)
     assert not files_seen(part)["cart.py"].whole and files_seen(messages + part, FOLDER)["cart.py"].whole
     assert files_seen(doing(ToolCall("Write", {"file_path": "n", "content": "x"}))) == {"n": Seen("x")}
-    assert numbered("no numbers") is None and numbered("1→a\n2→b\n\nA reminder.") == Seen("a\nb\n")
+
+
+WROTE = ToolCall("Write", {"file_path": "cart.py", "content": "x\n"})
+
+
+@pytest.mark.parametrize("result", [
+    "Error: no write access.", "<tool_use_error>String to replace not found in file.</tool_use_error>", "No replacement was performed.",
+    "The user doesn't want to proceed with this tool use.",
+])  # fmt: skip
+def test_an_edit_that_failed_has_changed_nothing(result):
+    messages = reading(SEEN["cart.py"]) + doing(WROTE, result)
+    assert files_seen(messages) == {"cart.py": Seen(SEEN["cart.py"])}
+
+
+@pytest.mark.parametrize("result", ["", "Hm.", "Error: File has been modified since read, either by the user or by a linter."])
+def test_after_an_edit_of_unknown_result_the_file_is_not_known(result):
+    assert files_seen(reading(SEEN["cart.py"]) + doing(WROTE, result)) == {}
+
+
+def test_an_error_that_is_marked_as_one_counts_whatever_it_says():
+    failed = doing(WROTE, "done")
+    failed[-1]["is_error"] = True
+    assert files_seen(reading(SEEN["cart.py"]) + failed) == {"cart.py": Seen(SEEN["cart.py"])}
+
+
+@pytest.mark.parametrize("call, known", [
+    (ToolCall("Bash", {"command": "sed -i s/0/1/ cart.py"}), False),
+    (ToolCall("Bash", {"command": "git checkout cart.py"}), False),
+    (ToolCall("Bash", {"command": "ls > cart.py"}), False),
+    (ToolCall("Bash", {"command": "cat $(rm cart.py)"}), False),
+    (ToolCall("Bash", {"command": "find . -delete"}), False),
+    (ToolCall("Bash", {"command": "grep -n s cart.py | head -5; git status && pytest -q 2>&1"}), True),
+    (ToolCall("shell", {"command": ["bash", "-lc", "ls -la"]}), True),
+    (ToolCall("shell", {"command": ["bash", "-lc", "rm -r ."]}), False),
+    (ToolCall("Grep", {"pattern": "s"}), True),
+    (ToolCall("TodoWrite", {"todos": []}), True),
+    (ToolCall("NotebookEdit", {"notebook_path": "n.ipynb"}), False),
+    (ToolCall("somebodys_tool", {}), False),
+])  # fmt: skip
+def test_what_may_have_changed_a_file_forgets_it(call, known):
+    assert bool(files_seen(reading(SEEN["cart.py"]) + doing(call))) == known
+
+
+def test_numbered_lines():
+    reminder = "<system-reminder>\nMind.\n3→c\n</system-reminder>"
+    assert numbered("no numbers") is None and numbered(f"1→a\n2→b\n\n{reminder}") == Seen("a\nb\n")
+    for cut in ("... [400 lines omitted] ...", "A remark.", "x\n3→c"):
+        assert numbered(f"1→a\n2→b\n{cut}") == Seen("a\nb\n", whole=False)
+    assert numbered("9" * 5000 + "→x") is None
+
+
+def test_what_is_read_again_counts():
+    """Other lines than those that are known end the knowledge, and so does a file that is not there any more."""
+    whole = reading(SEEN["cart.py"])
+    changed = reading("x", "cart.py", limit=1)
+    assert files_seen(whole + reading("def total(items):", "cart.py", limit=1)) == files_seen(whole)
+    assert files_seen(whole + changed) == {}
+    changed[-1]["content"] = "File does not exist."
+    assert files_seen(whole + changed) == {}
+
+
+@pytest.mark.parametrize("result, known", [
+    ("The file cart.py has been updated. Here's the result", True),
+    ("PreToolUse:Edit hook blocking error: not until tests are updated", False),
+    ("Found 2 matches of the string to replace. String: status = 'done'", False),
+    ('{"output":"apply_patch verification failed: ... # done","metadata":{"exit_code":1}}', False),
+    ('{"output":"Success. Updated the following files:\\nM cart.py","metadata":{"exit_code":0}}', True),
+    ("The file cart.py has been updated. The user modified your proposed changes before accepting them.", False),
+    ("<tool_use_error>File has been unexpectedly modified. Read it again.</tool_use_error>", False),
+])  # fmt: skip
+def test_only_what_says_that_it_worked_is_followed(result, known):
+    assert (files_seen(reading(SEEN["cart.py"]) + doing(WROTE, result)) == {"cart.py": Seen("x\n")}) == known
+
+
+def test_calls_without_ids_and_calls_without_results():
+    messages = reading(SEEN["cart.py"])
+    for message in messages:
+        message["tool_calls" if "tool_calls" in message else "tool_call_id"] = (
+            [{**message["tool_calls"][0], "id": ""}] if "tool_calls" in message else "")
+    assert files_seen(messages) == {}
+    cut = doing(ToolCall("Bash", {"command": "sed -i s/0/1/ cart.py"}))[:1]
+    assert files_seen(reading(SEEN["cart.py"]) + cut + [{"role": "user", "content": "stop"}, {"role": "assistant", "content": "ok"}]) == {}
+
+
+def test_parallel_calls_that_write_keep_their_order():
+    def both(*calls):
+        return Action(tool_calls=tuple(act.tool_calls[0] for act in calls))
+
+    ran, mended, other = sh("pytest"), edit("s = 0", "s = 1"), edit("a", "b", path="other.py")
+    one, two = (equivalence.call("Write", file_path="f", content=text) for text in "ab")
+    for a, b in ((mended, ran), (one, two), (sh("git add ."), sh("git commit -m x"))):
+        assert not same_action(both(a, b), both(b, a), **WHERE)
+    for a, b in ((mended, other), (ran, sh("ls")), (equivalence.call("f", x=1), equivalence.call("f", x=2))):
+        assert same_action(both(a, b), both(b, a), **WHERE)
+
+
+def test_hunks_are_looked_for_in_the_text_as_it_was():
+    whole = in_state("a = 1\nb = 1\nc = 1\n")
+    hunks = [["-a = 1", "+a = 2"], ["-c = 1", "+c = 2"], ["-a = 2", "-b = 1", "+z = 1"]]
+
+    def act(*numbers):
+        return patch("*** Update File: f.py", *(line for n in numbers for line in ("@@", *hunks[n])))
+
+    assert not same_action(act(0, 1), act(1, 0), **whole)
+    assert not same_action(act(0, 2), hunk("-a = 1", "-b = 1", "+z = 1"), **whole)
+
+
+def test_a_new_file_is_not_one_that_is_written_over():
+    for one in (edit("", "x", path="n"), equivalence.call("str_replace_editor", command="create", path="n", file_text="x")):
+        assert not same_action(one, equivalence.call("Write", file_path="n", content="x"))
+
+
+def test_odd_conversations_end_nothing():
+    shell = doing(ToolCall("shell", {"command": []}))
+    assert files_seen(shell) == {} and files_seen([{"role": "tool", "tool_call_id": ["x"], "content": "y"}]) == {}
+    assert command_form("cd .\n" * 2500 + "ls") == ["run", "ls"]
+    since = time.perf_counter()
+    command_form("echo a" + " " * 16000 + "b")
+    assert time.perf_counter() - since < 1
+    huge = Action(tool_calls=(ToolCall("f", {"a": 10**5000}),))
+    assert canonical_action(huge, [{"name": "f", "parameters": {"properties": {"a": {"type": {"x": 1}}}}}, "a text"])
+
+
+def test_a_patch_of_many_files_costs_little():
+    text = patch(*(line for n in range(8000) for line in (f"*** Add File: f{n}", "+x")))
+    since = time.perf_counter()
+    assert canonical_action(text).count("file") == 8000 and time.perf_counter() - since < 2
 
 
 # Arguments and states
+
+
+def test_odd_arguments_have_a_spelling():
+    """What a schema or a model got wrong ends no replay, and stays apart from what it is not."""
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string", "required": True}}, "required": True}}
+    acts = [ToolCall("f", {"a": "x"}), ToolCall("f", {1: "x", "a": 2}), ToolCall(None, {"a": "x"}),
+            ToolCall("Bash", {"command": "ls", "run_in_background": b"1"}), ToolCall("Grep", {"-i": {1, 2}})]  # fmt: skip
+    told = [canonical_action(Action(tool_calls=(call,)), [tool]) for call in acts]
+    assert len(set(told)) == len(acts)
+
+
+@pytest.mark.parametrize("depth", [20, 49, 51, 350, 20_000])
+def test_deep_arguments_are_told_apart(depth):
+    def nested(core):
+        for _ in range(depth):
+            core = {"a": [core]}
+        return Action(tool_calls=(ToolCall("f", core),))
+
+    one, other, again = nested(1), nested(2), nested(1)
+    assert same_action(one, again) and not same_action(one, other)
+    if depth < 500:  # as deep as JSON can be read and written
+        state = TraceState("s", [{"role": "user", "content": "Go."}], one)
+        assert consensus(state, {"t1": again, "t2": again, "t3": other}).outcome == "student_agrees"
+
+
+def test_the_order_of_actions_does_not_matter_to_a_speller():
+    """Files are read for arguments that came as a text as well as for those that came as an object."""
+    asks = edit("s = 0", "s = 1").tool_calls[0]
+    as_text = Action(tool_calls=(ToolCall("Edit", json.dumps(asks.arguments)),))
+    state = TraceState("s", [{"role": "user", "content": "Go."}, *reading(SEEN["cart.py"])], as_text, metadata={"folder": FOLDER})
+    assert speller(state)(as_text) == speller(state)(edit("    s = 0\n", "    s = 1\n"))
+
+
+def test_a_stream_forgets_its_folder_when_the_shell_has_moved(tmp_path):
+    def act(n, command):
+        call = {"type": "tool_use", "id": f"t{n}", "name": "Bash", "input": {"command": command}}
+        told = {"type": "tool_result", "tool_use_id": f"t{n}", "content": "done"}
+        return [{"type": "assistant", "session_id": "s", "uuid": f"a{n}", "parent_tool_use_id": None,
+                 "message": {"id": f"m{n}", "role": "assistant", "model": "claude-x", "content": [call]}},
+                {"type": "user", "session_id": "s", "uuid": f"u{n}", "parent_tool_use_id": None,
+                 "message": {"role": "user", "content": [told]}}]  # fmt: skip
+
+    start = {"type": "system", "subtype": "init", "session_id": "s", "cwd": FOLDER, "tools": ["Bash"], "model": "claude-x"}
+    commands = ["ls", f"cd {FOLDER} && ls", "cat cd.txt", "cd src && ls", "ls"]
+    lines = [start, *(line for n, command in enumerate(commands) for line in act(n, command))]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    states = list(ingest(tmp_path / "run.jsonl"))
+    assert [s.metadata.get("folder", "") for s in states] == [FOLDER] * 4 + [""]
 
 
 def test_a_row_for_a_tool_of_ones_own_and_a_role_that_is_none(monkeypatch):

@@ -406,7 +406,7 @@ def test_a_side_chain_that_names_its_caller_as_parent_sees_only_its_task(tmp_pat
         reply("y", "x", "mx", text("X!"), isSidechain=True), reply("z", "y", "n", text("main?")),
     ])  # fmt: skip
     seen = {s.student_action.text: contents(s) for s in ClaudeCodeIngester(sidechains=True).ingest(path)}
-    assert seen["X!"] == ["task"] and seen["main?"] == ["go", ""]
+    assert seen["X!"] == ["task"] and seen["main?"] == ["go", "", "aborted"]
 
 
 @pytest.mark.parametrize("boundary_parent", [None, "b"])

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.replay.append_file import decode_line, encode_line
 from composer_nb.replay.budget import Budget
-from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded, decode_line, encode_line
+from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall
 

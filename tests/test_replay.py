@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.replay.account import Estimate, Replay
+from composer_nb.replay.asking import ledgered_reply
 from composer_nb.replay.budget import Budget
 from composer_nb.replay.gate import AskAll, Decision, VOIGate
 from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded
 from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherRequest, TeacherStop
-from composer_nb.replay.runner import ReplayOptions, ledgered_reply, replay_trace, replay_trace_sync
+from composer_nb.replay.runner import ReplayOptions, replay_trace, replay_trace_sync
 from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState
 
 

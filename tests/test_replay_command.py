@@ -137,12 +137,17 @@ def test_a_damaged_ledger_is_repaired(tmp_path, server):
     plan = folder_of(tmp_path, server.base_url, 1)
     assert replay("run", plan, "--pay")[0] == 0
     path = tmp_path / "replies.jsonl"
-    path.write_bytes(path.read_bytes().replace(b"read_file", b"tead_file", 1))
-    code, _, why = replay("run", plan, "--pay")
-    assert code == 1 and "composer-nb replay repair" in why
-    code, said, _ = replay("repair", path)
-    assert code == 0 and "1 damaged" in said and "replies.jsonl.damaged" in said
-    assert replay("run", plan, "--pay")[0] == 0 and server.requests().total() == 7  # one is asked again
+    whole = path.read_bytes().split(b"\n")
+    reply = next(line for line in whole if b'"kind":"reply"' in line)
+    key = reply.split(b'"key":"')[1][:64]
+    came = next(line for line in whole if b'"kind":"received"' in line and key in line)
+    for damaged, asked in (([reply], 6), ([reply, came], 7)):  # what came can be read again; without it, one is asked again
+        path.write_bytes(b"\n".join(line.replace(b'"kind"', b'"kine"') if line in damaged else line for line in whole))
+        code, _, why = replay("run", plan, "--pay")
+        assert code == 1 and "composer-nb replay repair" in why
+        code, said, _ = replay("repair", path)
+        assert code == 0 and f"{len(damaged)} damaged" in said and "replies.jsonl.damaged" in said
+        assert replay("run", plan, "--pay")[0] == 0 and server.requests().total() == asked
 
 
 def test_errors_are_one_line_and_no_trace(tmp_path):

@@ -48,10 +48,10 @@ def test_several_results_in_one_entry_belong_to_the_calls_in_order(tmp_path):
     assert [m["content"] for m in states[1].messages] == ["go", "", "1", "2"] and not report.repairs
 
 
-def test_calls_without_results_are_aborted_and_results_without_calls_left_out(tmp_path):
+def test_calls_without_results_are_aborted_and_results_without_calls_stand_as_a_users_text(tmp_path):
     talk = [by("human", "go"), GAVE, CALL, by("human", "stop"), END]
     states, report = read(tmp_path, [{"conversations": talk}], ShareGPTIngester)
-    assert [m["content"] for m in states[1].messages] == ["go", "", "aborted", "stop"] and report.repairs == 2
+    assert [m["content"] for m in states[1].messages] == ["go", "ok", "", "aborted", "stop"] and report.repairs == 1
 
 
 @pytest.mark.parametrize("bad", [

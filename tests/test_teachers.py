@@ -72,6 +72,7 @@ CHANGES = {
     "temperature": 0.5,
     "seed": 1,
     "options": {"top_p": 0.9},
+    "endpoint": "https://example.org/v1",
 }
 
 
@@ -90,14 +91,15 @@ def test_the_key_is_the_same_in_every_session():
     assert request.key == "2c838e34cba3677e43cb71391fdee23b5d702848132cda89a7c947b466491671"
 
 
-def test_address_and_price_are_not_in_the_key():
+def test_a_price_is_not_in_the_key_and_an_endpoint_is_by_its_address_or_its_name():
     price = Prices("d", "s", {"v/m": Price(1e-6, 1e-6)})
-    keys = {
-        HTTPTeacher("v/m", url, prices=p).request(state()).key
-        for url in ("http://localhost:1/v1", "https://openrouter.ai/api/v1")
-        for p in (None, price)
-    }
-    assert len(keys) == 1
+    urls = ("http://localhost:1/v1", "http://localhost:2/v1/", "http://localhost:2/v1")
+
+    def keys(**more):
+        return {HTTPTeacher("v/m", url, prices=p, **more).request(state()).key for url in urls for p in (None, price)}
+
+    assert len(keys()) == 2 and len(keys(endpoint="my server")) == 1
+    assert keys(endpoint="my server") != keys(endpoint="another") != keys(endpoint="")
 
 
 arguments = st.dictionaries(st.text(), json_values, max_size=3) | st.text()

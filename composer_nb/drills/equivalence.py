@@ -2,7 +2,8 @@
 measured on them (`replay.actions`).
 
 An agent works in `FOLDER`, where it has read `SEEN`. `outsiders` has pairs by somebody who did not know the rule:
-`blind` ones, which changed it afterwards, and `unseen` ones, which came when it stood. Two actions are the same if they leave the same files behind and
+`blind` ones, which changed it afterwards, and `unseen` ones, which came when it stood. `found_by_a_reader` has those by
+which it was wrong afterwards, and was mended. Two actions are the same if they leave the same files behind and
 tell the agent the same, for whatever those files hold; what only a person reads (a description of a command) is not part
 of it.
 """
@@ -157,7 +158,8 @@ EDITS_SAME = [
     (call("Write", file_path="cart.py", content=SEEN["cart.py"].replace("s = 0", "s = 1")), edit("s = 0", "s = 1")),
     (edit("old = 1", "old = 2", path="other.py"), edit("a\nold = 1\nb", "a\nold = 2\nb", path="other.py")),
     (patch("*** Update File: cart.py", "@@", "-    s = 0", "+    s = 1"),
-     patch("*** Update File: cart.py", "@@ def total(items):", " def total(items):", "-    s = 0", "+    s = 1", "     for i in items:")),
+     # (it had its anchor as first line too once, which apply_patch refuses: it looks behind the anchor)
+     patch("*** Update File: cart.py", "@@ def total(items):", "-    s = 0", "+    s = 1", "     for i in items:")),
     (patch("*** Add File: new.py", "+x = 1"), patch("*** Add File: ./new.py", "+x = 1")),
 ]  # fmt: skip
 EDITS_DIFFERENT = [
@@ -171,6 +173,92 @@ EDITS_DIFFERENT = [
     (call("Write", file_path="new.py", content="if x:\n    y\n"), call("Write", file_path="new.py", content="if x:\n  y\n")),
     (patch("*** Delete File: a.py"), patch("*** Delete File: b.py")),
 ]  # fmt: skip
+
+# What an outside reader of the rule found to be taken for the same, and is not.
+SHELL_FOUND = [
+    ("python3 a.py", "python a.py"),
+    ("pip3 install x", "pip install x"),
+    ("git switch a.py", "git checkout a.py"),
+    ("cp -r a/. d", "cp -r a d"),
+    ("rm -r a/.", "rm -r a"),
+    ("ln -s ./a b", "ln -s a b"),
+    (f"ln -s {FOLDER}/a b", "ln -s a b"),
+    ("bash -c 'cd src'", "cd src"),
+    ("bash -c 'export A=1'; ls", "export A=1; ls"),
+    ("bash -c 'exit 3' || ls", "exit 3 || ls"),
+    ("sh -c 'echo a'", "echo a"),
+    ("time bash -c 'a b'", "time a b"),
+    ("echo $((1+2))", "echo '$((1+2))'"),
+    ("echo $[1+2]", "echo '$[1+2]'"),
+    ("echo {1..5}", "echo '{1..5}'"),
+    ("[[ x == a* ]]", "[[ x == 'a*' ]]"),
+    ("[[ x =~ a.* ]]", "[[ x =~ 'a.*' ]]"),
+    ("case x in *) ls;; esac", "case x in '*') ls;; esac"),
+    ("a=(x y)", "a='(x y)'"),
+    ("echo {'a,b',c}", "echo {a,b,c}"),
+    ("echo {a\\,b,c}", "echo {a,b,c}"),
+    ("echo $'a\\tb'", "echo '$'\"'a\\tb'\""),
+    ("for ((;i<3;)); do ls; done", "for ((i<3;;)); do ls; done"),
+    ("cat a | grep -r x", "grep -r x a"),
+    ("cat a | grep -H x", "grep -H x a"),
+    ("cat a | grep -l x", "grep -l x a"),
+    ("cat a | grep -L x", "grep -L x a"),
+    ("cat a | head -v", "head -v a"),
+    ("cat a | tail -f", "tail -f a"),
+    ("cat a | grep -e x y", "grep -e x y a"),
+    ("cat a | head --verbose", "head --verbose a"),
+    ("cat a | grep --colour x", "grep --colour x a"),
+    ("ls -t -S", "ls -S -t"),
+    ("mv -n -f a b", "mv -f -n a b"),
+    ("rm -f -i a", "rm -i -f a"),
+    ("head -n 5 -c 3 a", "head -c 3 -n 5 a"),
+    ("git status -s --porcelain", "git status --porcelain -s"),
+    ("pytest 't.py::f[x//y]'", "pytest 't.py::f[x/y]'"),
+    ("sort <FILE>OUT", "sort '<FILE>OUT'"),
+    ("cat ./-x", "cat -x"),
+    ("grep -- --colour x", "grep --colour x"),
+    ("cd src && cat src/a.py", "cd src && cat a.py"),
+    ('grep -rn --include=*.py "//" src', 'grep -rn --include=*.py "/" src'),
+    ("grep $O './a' b", "grep $O a b"),
+    ("grep -r x --include='*.py' --exclude='t*' .", "grep -r x --exclude='t*' --include='*.py' ."),
+    ("rg -t py -T py x", "rg -T py -t py x"),
+    ("bash -lc 'npm test'", "npm test"),
+    ("bash -c 'echo $x'", "echo $x"),
+    ("bash -c 'sleep 9 &'", "sleep 9 &"),
+    ("cargo run foo -q", "cargo run -q foo"),
+    ("git log --format %h", "git log --format=%h"),
+    ("make -j build test", "make test -j build"),
+    ("rm -- *", "rm *"),
+    ('rm -- "$f"', 'rm "$f"'),
+    ("env A=1 source a", "A=1 source a"),
+    ("echo ${10}", "echo $10"),
+    ("cd - && ls", "cd ./- && ls"),
+    ("echo '\ud800'", "echo '?'"),
+]
+DELETE = "*** Begin Patch\n*** Delete File: a\n*** End Patch"
+EDITS_FOUND = [
+    (patch("*** Update File: two.py", "@@ def a():", "-    x = 1", "+    x = 2"),
+     patch("*** Update File: two.py", "@@ def b():", "-    x = 1", "+    x = 2")),
+    (edit("s = 0", "s = 1", replace_all="true"), edit("s = 0", "s = 1")),
+    (call("replace", file_path="cart.py", old_string="s = 0", new_string="s = 1", expected_replacements=2),
+     call("replace", file_path="cart.py", old_string="s = 0", new_string="s = 1")),
+    (call("Write", file_path="cart.py", content="x", mode="append"), call("Write", file_path="cart.py", content="x")),
+    (edit("", "x"), call("Write", file_path="cart.py", content="x")),  # it refuses a file that is there
+    (call("str_replace_editor", command="create", path="cart.py", file_text="x"),
+     call("Write", file_path="cart.py", content="x")),
+    (codex("apply_patch", DELETE, workdir="src"), codex("apply_patch", DELETE)),
+]  # fmt: skip
+TOOLS_FOUND = [
+    (call("execute_bash", command="a", is_input="true"), call("execute_bash", command="a")),
+    (call("shell", command="ls", workdir="src"), call("shell", command="ls", workdir="lib")),  # not in words
+    (call("exec_command", cmd=["ls"], workdir="src"), call("exec_command", cmd=["ls"], workdir="lib")),
+]
+
+
+def found_by_a_reader() -> list[Case]:
+    """Pairs that are different, and were taken for the same until somebody who had read the rule looked for them."""
+    listed = [*((sh(a), sh(b)) for a, b in SHELL_FOUND), *EDITS_FOUND, *TOOLS_FOUND]
+    return [Case("found", False, one, other) for one, other in listed]
 
 
 def cases() -> list[Case]:

@@ -194,6 +194,12 @@ prose, quoted | {a8} | The password for the staging box is "§".
 prose, was changed | {a5}{d3}! | password was changed to § today
 prose, pw | {a6}{d2} | user ada, pw: §
 prose, German | {a6}{d2} | Das Passwort lautet §
+Rails secret | {x128} | SECRET_KEY_BASE=§
+docker login | {w9}1 | docker login -u app -p § registry.example.org
+redis command | {w9}1 | redis-cli -h cache -a § ping
+redis setting | {w9}1 | port 6379¶requirepass §¶
+passphrase of gpg | {w9}1 | gpg --batch --passphrase § -d a.gpg
+key in base64 | LS0tLS1CRUdJTiBSU0Eg{b60} | tls.key: §
 YAML name and value | {w9}1 | - name: DB_PASSWORD¶  value: §¶
 docker auth | login | {"auths": {"https://index.docker.io/v1/": {"auth": "§"}}}
 docker auth, indented | login | "ghcr.io": {¶⇥"auth": "§"¶}

@@ -45,6 +45,9 @@ class Books:
         self.path = Path(path)
         self._out = self.path.open("a", encoding="utf-8", buffering=1)
 
+    def close(self) -> None:
+        self._out.close()
+
     def write(self, event: str, **facts: Any) -> None:
         self._out.write(json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n")
 
@@ -266,7 +269,29 @@ class BrokenConnections(Refusals):
         return True
 
 
-class WorthlessAnswers(BrokenConnections):
+class OddAnswers(BrokenConnections):
+    """Answers that are charged, and odd."""
+
+    async def do_stream(self) -> bool:
+        """Events although none were asked for; `stream~half` ends before the last of them."""
+        whole = self.completion()
+        text = whole["choices"][0]["message"]["content"]
+        half = {"choices": [{"index": 0, "delta": {"content": text[:3]}}], "model": whole["model"]}
+        rest = {"choices": [{"index": 0, "delta": {"content": text[3:]}}]}
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": whole["usage"]}
+        events = [half] if self.argument == "half" else [half, rest, end]
+        return await self.send(200, b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events))
+
+    async def do_deep(self) -> bool:
+        """A call whose arguments are nested `deep~LEVELS`, as many as 300 times."""
+        depth = int(self.argument or 300)
+        arguments = '{"a":' * depth + "1" + "}" * depth
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return await self.send(200, self.completion(message, "tool_calls"))
+
+
+class WorthlessAnswers(OddAnswers):
     """Answers that are charged and worth nothing."""
 
     async def do_invalid_json(self) -> bool:
@@ -384,6 +409,7 @@ class FaultServer:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5)
         self.loop.close()
+        self.books.close()
         self._folder.cleanup()
 
     async def _stop(self) -> None:

@@ -327,7 +327,7 @@ def ask_teacher(
     async def replied(state: TraceState) -> Any:
         request = teacher.request(state)
         if reply is None and teacher.worst_case_usd(request) > 0:
-            remedy = "pass reply=ledgered_reply(teacher, ledger, budget) of composer_nb.replay.runner"
+            remedy = "pass reply=ledgered_reply(teacher, ledger, budget) of composer_nb.replay.asking"
             raise ValueError(f"teacher {teacher.name!r} costs money: {remedy}")
         return await answer(request)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 # %% auto #0
-__all__ = ['Detector', 'SHARED_NAMES', 'Span', 'kingfisher_spans', 'known_spans', 'is_reference', 'is_value', 'names_secret',
-           'assigned_spans', 'lowered', 'mail_spans', 'home_spans', 'home_name', 'ip_spans']
+__all__ = ['Detector', 'SHARED_NAMES', 'Span', 'kingfisher_spans', 'known_spans', 'is_reference', 'is_code', 'is_value',
+           'names_secret', 'assigned_spans', 'lowered', 'mail_spans', 'home_spans', 'home_name', 'ip_spans']
 
 # %% ../../nbs/data/10_detectors.ipynb #c007-d954f3
 class Span(NamedTuple):
@@ -78,6 +78,8 @@ _TOKENS = {
 _IN_PLACE = {
     "Azure key": ("key=", r"(?:Account|SharedAccess)Key=([A-Za-z0-9+/]{40,}={0,2})"),
     "Telegram token": (":aa", r"\d{8,10}:AA[\w-]{33}"),
+    "private key in base64": ("ls0tls1crudjtib", r"LS0tLS1CRUdJTiB(?:SU0Eg|QUklW|FQyBQ|PUEVO|FTkNS|EU0Eg)"
+                              r"[A-Za-z0-9+/]{20,}={0,2}"),
     "private key": ("private key", r"-----BEGIN[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
                     r"(?:[^-]*+(?:-(?!----)[^-]*+)*+-----END[A-Z0-9 ]{0,40}-----|"
                     r"(?:\s|\\+[nr])*+(?:[A-Za-z0-9+/=]{16,}+(?:\s|\\+[nr])*+)*+)"),
@@ -119,7 +121,7 @@ _STRONG = (r"pass(?:word|wd|phrase)|(?<=_)pass|pwd|secret"
            r"[_-]?key")
 _NAME = rf"(?:{_STRONG}|token|credentials?)"
 _PARAMETER = r"[a-z_-]{0,24}(?:token|secret|passw(?:or)?d|signature|api[_-]?key|credential)"
-_ROOT = re.compile(r"(?:pass(?:word|wd|phrase)?|pwd|secret|key|token|credentials?)"
+_ROOT = re.compile(r"(?:pass(?:word|wd|phrase)?|pwd|secret|key(?:_base)?|token|credentials?)"
                    r"(?=[\"'`\\\]]{0,8}\s{0,4}[:=])")
 _SET = r"[\"'`\\\]]{0,8}\s{0,4}(?:=>|:=|={1,3}|:)\s{0,4}"
 _QUOTED = re.compile(_SET + r"[rbuf@]{0,2}\\{0,4}[\"'`]([^\s\"'`\\]{6,}+)(?=\\{0,4}[\"'`])", re.I)
@@ -128,11 +130,9 @@ _BARE = re.compile(_SET + r"(?![\"'`\\])([^\s\"'`\\,;(){}\[\]|]{6,}+)(?![(\[{])"
 
 # %% ../../nbs/data/10_detectors.ipynb #c018-eaf0a0
 _SPELLED = {
-    "flag": (
-        "-pass|-token|-api|-secret|-auth|-access",
-        r"--?(password|passwd|pass|token|api-?key|secret|auth-?token|access-?key)"
-        r"[= ][\"']?([^\s\"'\\]{6,}+)",
-    ),
+    "flag": ("-pass|-token|-api|-secret|-auth|-access",
+             r"--?(password|passwd|pass|token|api-?key|secret|auth-?token|access-?key)"
+             r"[= ][\"']?([^\s\"'\\]{6,}+)"),
     "URL parameter": (
         "?|%3f|#",
         rf"(?:[?&;#]|%3F|%26)({_PARAMETER}|sig|password|auth)(?:=|%3D)((?:(?!%26)[^\s&\"'<>#\\]){{6,}}+)",
@@ -157,6 +157,10 @@ _SPELLED = {
         r"(machine)\s{1,4}\S{1,256}"
         r"\s{1,8}login\s{1,4}\S{1,256}\s{1,8}password\s{1,4}(\S{1,512})",
     ),
+    "docker login": ("docker", r"(docker\s{1,4}login)\s[^\n]{0,200}?-p[= ]?[\"']?([^\s\"'-][^\s\"']{3,256})"),
+    "redis": ("redis-cli", r"(redis-cli)\s[^\n]{0,100}?-a\s{1,2}[\"']?([^\s\"'\\]{4,256})"),
+    "redis setting": ("requirepass", r"(requirepass)\s{1,4}[\"']?([^\s\"'\\]{4,256})"),
+    "passphrase": ("--passphrase", r"--(passphrase)[= ][\"']?([^\s\"'-][^\s\"']{5,256})"),
     "sshpass": ("sshpass", r"(sshpass)\s{1,4}-p\s{0,2}[\"']?([^\s\"']{1,256})"),
     "mysql": ("mysql", r"(mysql(?:dump|admin)?)(?:\s[^\n]{0,200}?)?\s-p[\"']?([^\s\"'-][^\s\"']{3,256})"),
     "curl user": ("curl", r"(curl)\s[^\n]{0,200}?(?:-u|--user)[= ]?[\"']?[^\s:\"'/]{1,64}:([^\s\"']{1,256})"),
@@ -179,19 +183,34 @@ def is_reference(value: str) -> bool:
     return bool(_REFERENCE.match(value))
 
 
+_CODE = re.compile(
+    r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+"  # an attribute
+    r"|(?:u?int|float|bytes|fixed)\d{1,3}(?:_t|\[\])?|[A-Z]\w{2,40}(?:Key|Token|Secret|String|Array|Bytes)"
+    r"|(?:utf8|utf16|latin1|ascii)\w*")  # fmt: skip
+
+
+def is_code(value: str) -> bool:
+    "Whether `value`, without quotes, is an attribute of something, or a type."
+    return bool(_CODE.fullmatch(value))
+
+
 def is_value(name: str, value: str, bare: bool) -> bool:
     "Whether `value`, set to `name`, is no reference; it needs a digit for a weak name or without quotes."
     digit = any(c.isdigit() for c in value)
-    if is_reference(value):
+    if is_reference(value) or (bare and is_code(value)):
         return False
     if re.fullmatch(rf"-*(?:{_STRONG}|pass|passwd)", name, re.I):
         return digit or not bare or name.isupper()
     return digit and len(value) >= 8 and not value.isdigit()
 
 # %% ../../nbs/data/10_detectors.ipynb #c020-773880
+_NO_KEYS = [f"{word}_" for word in "STORAGE CACHE PRIMARY FOREIGN PARTITION SORT RANGE INDEX UNIQUE".split()]
+_KEY = rf"(?<!{')(?<!'.join(_NO_KEYS)})(?<=_)KEY(?:_BASE)?\Z"  # KEY_BASE as Rails calls it
+
+
 def names_secret(name: str) -> str:
     "The word at the end of `name` that makes its value a secret, or nothing."
-    found = re.search(rf"{_NAME}\Z", name, re.I) or re.search(r"(?<=_)KEY\Z", name)
+    found = re.search(rf"{_NAME}\Z", name, re.I) or re.search(_KEY, name)
     return found[0] if found else ""
 
 

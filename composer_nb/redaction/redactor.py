@@ -169,7 +169,8 @@ def sought_in(spans: Mapping[Leaf, Sequence[Span]], users: Sequence[str] = ()) -
             elif span.family == "personal" and span.kind != "login":
                 secrets |= {part: (span, same), same: (span, same)}
             elif span.family == "secret" and 8 <= len(same) <= 4096 and not _is_word(same, span):
-                secrets |= {form: (span, same) for form in (part, same, quote(same, safe=""))}
+                quoted = quote(same, safe="", errors="replace")
+                secrets |= {form: (span, same) for form in (part, same, quoted)}
     user = Span(0, 0, "user name", "user")
     people = [(_whole_word(name), user, name) for name in names]
     return people + [(form, *meant) for form, meant in secrets.items()]

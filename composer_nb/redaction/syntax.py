@@ -9,7 +9,7 @@ import base64
 import re
 from collections.abc import Iterator
 
-from .detectors import Span, is_reference, is_value, lowered, names_secret
+from .detectors import Span, is_code, is_reference, is_value, lowered, names_secret
 
 # %% auto #0
 __all__ = ['is_login', 'syntax_spans']
@@ -113,7 +113,7 @@ _IS = (
     r"(?: (?:for|of|to|on|für|de|para|pour) [^\n:=\"']{1,60}?)?"
     r"(?:\s?[:=]|\s(?:(?:was |has been |is )?(?:changed|set|reset) to|is|was|ist|lautet|es|est|é))\s{1,2}"
     r"(?:now |still )?(?:\\{0,4}[\"'`“‘«]([^\s\"'`\\]{4,128}?)[.,]?\\{0,4}[\"'`”’»]"
-    r"|([^\s\"'`\\<>(){}\[\],;]{5,128})(?![(\[]))"
+    r"|([^\s\"'`\\<>(){}\[\],;]{5,128}+)(?![(\[]))"
 )
 _SAID = [re.compile(name + _IS) for name in _NAMED]
 _MEASURE = re.compile(
@@ -131,7 +131,8 @@ def _prose_spans(text: str, low: str) -> Iterator[Span]:
         value = text[start:end] if hit[1] else text[start:end].rstrip(".,?:")
         mixed = any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
         told = mixed and not _MEASURE.match(value.lower()) or hit[1] and not hit[0].startswith("token")
-        if told and not is_reference(value) and not low[hit.start() - 1 : hit.start()].isalpha():
+        refers = is_reference(value) or (hit[2] and is_code(value))
+        if told and not refers and not low[hit.start() - 1 : hit.start()].isalpha():
             yield Span(start, start + len(value), "prose", generic=True)
 
 # %% ../../nbs/data/10_syntax.ipynb #files-code

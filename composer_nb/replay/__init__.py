@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "protocol": "OutOfCredit Teacher TeacherReply TeacherRequest TeacherStop teacher_messages",
     "prices": "DEFAULT_TEACHERS Price Prices prompt_token_bound",
-    "endpoints": "Attempt Endpoint Limits TokenBucket retry_after_s",
+    "received": "Attempt",
+    "endpoints": "Endpoint Limits TokenBucket retry_after_s",
     "http_teacher": "HTTPTeacher OPENROUTER RequestSettings same_model",
     "local_teacher": "LocalTeacher shows_tools tools_as_text",
     "budget": "Budget",
@@ -17,7 +18,8 @@ _HOME = {
     "actions": "canonical_action same_action speller",
     "gate": "AskAll Decision Gate Miss VOIGate drop_vendor",
     "account": "Estimate Replay",
-    "runner": "ReplayOptions ledgered_reply replay_trace replay_trace_sync",
+    "asking": "ledgered_reply",
+    "runner": "ReplayOptions replay_trace replay_trace_sync",
     "consensus": "Consensus EmbeddingJudge LLMJudge TextJudge exact hidden_state_embedder",
     "export": "student_messages",
     "pairs": "PairReport consensus_table extract_dpo_pairs",
@@ -30,6 +32,7 @@ __all__ = sorted(_MODULE_OF)
 if TYPE_CHECKING:
     from composer_nb.replay.account import Estimate, Replay
     from composer_nb.replay.actions import canonical_action, same_action, speller
+    from composer_nb.replay.asking import ledgered_reply
     from composer_nb.replay.budget import Budget
     from composer_nb.replay.consensus import (
         Consensus,
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
         exact,
         hidden_state_embedder,
     )
-    from composer_nb.replay.endpoints import Attempt, Endpoint, Limits, TokenBucket, retry_after_s
+    from composer_nb.replay.endpoints import Endpoint, Limits, TokenBucket, retry_after_s
     from composer_nb.replay.export import student_messages
     from composer_nb.replay.gate import AskAll, Decision, Gate, Miss, VOIGate, drop_vendor
     from composer_nb.replay.http_teacher import OPENROUTER, HTTPTeacher, RequestSettings, same_model
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     )
     from composer_nb.replay.pairs import PairReport, consensus_table, extract_dpo_pairs
     from composer_nb.replay.prices import DEFAULT_TEACHERS, Price, Prices, prompt_token_bound
+    from composer_nb.replay.received import Attempt
     from composer_nb.replay.protocol import (
         OutOfCredit,
         Teacher,
@@ -64,7 +68,7 @@ if TYPE_CHECKING:
         TeacherStop,
         teacher_messages,
     )
-    from composer_nb.replay.runner import ReplayOptions, ledgered_reply, replay_trace, replay_trace_sync
+    from composer_nb.replay.runner import ReplayOptions, replay_trace, replay_trace_sync
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .agent_tools import plain_arguments
-from .edits import Seen, changes_of, edit_form, files_seen
+from .edits import Seen, changes_of, edit_form, files_seen, keeps_order
 from ..traces import Action, ToolCall, TraceState, parse_action
 
 # %% auto #0
-__all__ = ['canonical_action', 'same_action', 'read_action', 'opened', 'plain_text', 'speller']
+__all__ = ['DEEPEST', 'canonical_action', 'same_action', 'read_action', 'opened', 'plain_text', 'speller']
 
 # %% ../../nbs/replay/20_actions.ipynb #c007-2fd312
 def canonical_action(
@@ -36,8 +36,9 @@ def canonical_action(
     if not action.tool_calls:
         text = plain_text(action.text)
         return _dump(text) if text else ""
-    schemas = dict(map(_schema_of, tools))
+    schemas = dict(_schema_of(tool) for tool in tools if isinstance(tool, Mapping))
     calls = [_canonical_call(call, schemas, folder, seen or {}) for call in action.tool_calls]
+    ordered = ordered or keeps_order([*map(_opened_call, action.tool_calls)], folder)
     return f"[{', '.join(calls if ordered else sorted(calls))}]"
 
 
@@ -61,19 +62,24 @@ def _schema_of(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return str(function.get("name", "")), _mapping(function.get("parameters") or function.get("input_schema"))
 
 
+def _opened_call(call: ToolCall) -> ToolCall:
+    return ToolCall(_plain(str(call.name)), _shallow(opened(call.arguments, empty="{}")))
+
+
 def _canonical_call(
     call: ToolCall, schemas: Mapping[str, Mapping[str, Any]], folder: str, seen: Mapping[str, Seen]
 ) -> str:
-    name, given = _plain(call.name), opened(call.arguments, empty="{}")
+    call = _opened_call(call)
+    name, given = call.name, call.arguments
     if isinstance(given, Mapping):
-        if changes := changes_of(ToolCall(name, given), folder):
+        if changes := changes_of(call, folder):
             return _dump({"edit": edit_form(changes, seen)})
         given = plain_arguments(name, _normal(given, schemas.get(name, {})), folder)
         return _dump({"name": name, "arguments": given})
     return _dump({"name": name, "arguments": _normal(given, schemas.get(name, {}))})
 
 # %% ../../nbs/replay/20_actions.ipynb #c009-78821b
-_CONTAINERS = {"object", "array", "dict", "list", "tuple"}
+_CONTAINERS = ("object", "array", "dict", "list", "tuple")
 
 
 def _normal(value: Any, schema: Mapping[str, Any]) -> Any:
@@ -82,12 +88,16 @@ def _normal(value: Any, schema: Mapping[str, Any]) -> Any:
         kinds = schema.get("type")
         held = (
             opened(value)
-            if _CONTAINERS & {k for k in (kinds if isinstance(kinds, list) else [kinds]) if k}
+            if any(kind in _CONTAINERS for kind in (kinds if isinstance(kinds, list) else [kinds]))
             else value
         )
-        return unicodedata.normalize("NFC", value) if isinstance(held, str) else _normal(held, schema)
+        if not isinstance(held, str):
+            return _normal(_shallow(held), schema)
+        return unicodedata.normalize("NFC", value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if isinstance(value, int) and value.bit_length() > 8000:  # longer than Python writes in digits
+        return hex(value)
     if isinstance(value, (list, tuple)):
         return [_normal(item, _mapping(schema.get("items"))) for item in value]
     return _normal_object(value, schema) if isinstance(value, Mapping) else value
@@ -95,9 +105,10 @@ def _normal(value: Any, schema: Mapping[str, Any]) -> Any:
 
 def _normal_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     "Members in their one spelling, without optional ones that are null or at their default."
-    properties, required = _mapping(schema.get("properties")), schema.get("required") or ()
+    properties, required = _mapping(schema.get("properties")), schema.get("required")
+    required = required if isinstance(required, (list, tuple)) else ()
     members: dict[str, Any] = {}
-    for key, item in value.items():
+    for key, item in ((str(key), item) for key, item in value.items()):
         spec = _mapping(properties.get(key))
         members[key] = _normal(item, spec)
         default = _normal(spec.get("default"), spec)
@@ -132,7 +143,36 @@ def plain_text(text: str) -> str:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: Any) -> Any:
+    return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else str(value)
+
+# %% ../../nbs/replay/20_actions.ipynb #act011d
+DEEPEST = 100  # levels of lists and objects in one argument that are compared as such
+
+
+def _shallow(value: Any, level: int = 0) -> Any:
+    "The value; what lies deeper than `DEEPEST` as one list of its parts, in the order of a walk."
+    if level < DEEPEST and isinstance(value, Mapping):
+        return {key: _shallow(item, level + 1) for key, item in value.items()}
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if level < DEEPEST:
+        return [_shallow(item, level + 1) for item in value]
+    parts, left = list[Any](), [value]
+    while left:
+        match left.pop():
+            case Mapping() as held:
+                parts.append(sorted(map(str, held)))
+                left += [held[key] for key in sorted(held, key=str)]
+            case list() | tuple() as held:
+                parts.append(len(held))
+                left += held
+            case plain:
+                parts.append([plain])
+    return ["deep", *parts]
 
 # %% ../../nbs/replay/20_actions.ipynb #c017-state1
 def speller(state: TraceState, *, ordered: bool = False) -> Callable[[Action | str], str]:
@@ -143,7 +183,8 @@ def speller(state: TraceState, *, ordered: bool = False) -> Callable[[Action | s
 
     def spell(action: Action | str) -> str:
         action = read_action(action)
-        if not seen and any(changes_of(call, folder) for call in action.tool_calls):
+        calls = [*map(_opened_call, action.tool_calls)]
+        if not seen and any(changes_of(call, folder) for call in calls):
             seen.append(files_seen(state.messages, folder))
         files = seen[0] if seen else {}
         return canonical_action(action, state.tools, ordered=ordered, folder=folder, seen=files)

@@ -32,13 +32,15 @@ ROLES: dict[str, dict[str, str]] = {
     "WebFetch": {"url": "url"},
     "Write": {"file_path": "path"},
     "exec_command": {"cmd": "shell", "workdir": "folder"},
-    "execute_bash": {"command": "shell"},
+    "bash": {"command": "shell"},
+    "execute_bash": {"command": "shell", "is_input": '="false"', "security_risk": "note"},
     "list_directory": {"path": "folder"},
     "read_file": {"absolute_path": "path", "file_path": "path"},
     "run_shell_command": {"command": "shell", "description": "note", "directory": "folder"},
     "shell": {"command": "words", "workdir": "folder", "justification": "note", "timeout_ms": "note"},
     "shell_command": {"command": "shell", "workdir": "folder", "justification": "note", "timeout_ms": "note"},
-    "str_replace_editor": {"path": "path"},
+    "str_replace_based_edit_tool": {"path": "path"},
+    "str_replace_editor": {"path": "path", "security_risk": "note"},
     "write_file": {"file_path": "path"},
 }
 
@@ -62,14 +64,16 @@ def plain_arguments(
         plain = _plain(mine.get(name, ""), value, folder, place)
         if plain is not None:
             found[name] = plain
-    if held and {"shell", "words"} & set(mine.values()):  # where it is run is part of the command
+    kinds = {"shell": str, "words": list}
+    placed = any(isinstance(arguments.get(name), kinds.get(role, ())) for name, role in mine.items())
+    if held and placed:  # where it is run is part of the command
         found.pop(held[0], None)
     return found
 
-
+# %% ../../nbs/replay/19_agent_tools.ipynb #agt006-b
 def _plain(role: str, value: Any, folder: str, place: str) -> Any:
     "A value by its role; None where it says nothing."
-    if role == "note" or (role.startswith("=") and json.dumps(value) == role[1:]):
+    if role == "note" or (role.startswith("=") and json.dumps(value, default=str) == role[1:]):
         return None
     if role == "words" and isinstance(value, list):
         return run_in(relative(place, folder), words_form(value, place))

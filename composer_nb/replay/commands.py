@@ -15,13 +15,16 @@ from typing import Any
 __all__ = ['KNOWN', 'SYNONYMS', 'relative', 'Options', 'options', 'arranged', 'from_file', 'as_head']
 
 # %% ../../nbs/replay/16_commands.ipynb #cmd005
+_WHOLE = ("/", "<", "\ue000")  # how a whole path begins; also behind a placeholder of redaction
+
+
 def relative(path: str, folder: str = "") -> str:
     "A path in its one spelling: without `./`, `//` and `..`, and relative to `folder` if it lies there."
     if not path or "\0" in path:
         return path
     plain = posixpath.normpath(path)
     plain = plain[1:] if plain.startswith("//") else plain
-    if folder:
+    if folder.startswith(_WHOLE):
         home = posixpath.normpath(folder)
         if plain == home or plain.startswith(home.rstrip("/") + "/"):
             return posixpath.relpath(plain, home)
@@ -34,7 +37,8 @@ class Options:
 
     `flags`: options without a value, `values`: options with one; `names`: what a long name is short for.
     `digits`: the option that `-5` stands for. `first`: how many of the other arguments are no paths; None is
-    all. `bag`: their order does not matter. `slash`: neither does one at their end.
+    all. `bag`: their order does not matter. `slash`: neither does one at their end. `rivals`: groups of
+    options of which only one counts, by their order.
     """
 
     flags: frozenset[str] = frozenset()
@@ -44,10 +48,11 @@ class Options:
     first: int | None = 0
     bag: bool = False
     slash: bool = False
+    rivals: tuple[frozenset[str], ...] = ()
 
 
-def options(flags: str = "", values: str = "", names: str = "", **more: Any) -> Options:
-    """Letters of options without and with a value, and long names.
+def options(flags: str = "", values: str = "", names: str = "", rivals: str = "", **more: Any) -> Options:
+    """Letters of options without and with a value, and long names; `rivals`: groups, their options by commas.
 
     `all=a` is short for `-a`; `stat` stands for itself; `author=` stands for itself and takes a value.
     """
@@ -55,7 +60,8 @@ def options(flags: str = "", values: str = "", names: str = "", **more: Any) -> 
     alone = {name for name, given, short in pairs if not short and not given}
     valued = {name for name, given, short in pairs if not short and given}
     short = {name: short for name, _, short in pairs if short}
-    return Options(frozenset(flags) | alone, frozenset(values) | valued, short, **more)
+    groups = tuple(frozenset(group.split(",")) for group in rivals.split())
+    return Options(frozenset(flags) | alone, frozenset(values) | valued, short, rivals=groups, **more)
 
 # %% ../../nbs/replay/16_commands.ipynb #cmd010
 _LINES = "lines=n bytes=c quiet=q"
@@ -63,24 +69,27 @@ _GREP = """recursive=r line-number=n ignore-case=i files-with-matches=l count=c 
 extended-regexp=E fixed-strings=F only-matching=o quiet=q after-context=A before-context=B context=C
 max-count=m regexp=e include= exclude= exclude-dir="""
 KNOWN: dict[str, Options] = {
-    "cat": options("nAbEsT", names="number=n"),
-    "cp": options("rRfpvna", names="recursive=r force=f verbose=v archive=a"),
+    "cat": options("nAbEsT", names="number=n", rivals="n,b"),
+    "cp": options("rRfpvna", names="recursive=r force=f verbose=v archive=a", rivals="f,n"),
     "cut": options("s", "dfc", "delimiter=d fields=f characters=c"),
     "diff": options("urqwB", "U", "recursive=r brief=q unified=U"),
-    "du": options("shkmca", "d", "summarize=s human-readable=h max-depth=d all=a", slash=True),
-    "grep": options("rRniIlLcvwEFoqsHhxaP", "ABCefm", _GREP, digits="C", first=1),
-    "head": options("qv", "nc", _LINES, digits="n"),
-    "ls": options("aAlhrtRS1dFi", names="all=a almost-all=A recursive=R human-readable=h", slash=True),
-    "ln": options("sfnv", names="symbolic=s force=f"),
+    "du": options("shkmca", "d", "summarize=s human-readable=h max-depth=d all=a", slash=True,
+                  rivals="h,k,m s,a,d"),
+    "grep": options("rRniIlLcvwEFoqsHhxaP", "ABCefm", _GREP, "E,F,P l,L h,H r,R include,exclude",
+                    digits="C", first=1),
+    "head": options("qv", "nc", _LINES, "n,c q,v", digits="n"),
+    "ls": options("aAlhrtRS1dFi", names="all=a almost-all=A recursive=R human-readable=h", slash=True,
+                  rivals="a,A t,S l,1"),
+    "ln": options("sfnv", names="symbolic=s force=f", first=None),
     "mkdir": options("pv", "m", "parents=p verbose=v mode=m", bag=True, slash=True),
-    "mv": options("fvn", names="force=f verbose=v"),
+    "mv": options("fvn", names="force=f verbose=v", rivals="f,n"),
     "rg": options("nilcvwFSuUNoH", "ABCegtTm", """line-number=n ignore-case=i files-with-matches=l count=c
         word-regexp=w fixed-strings=F glob=g type=t hidden after-context=A before-context=B context=C""",
-        first=1),
-    "rm": options("rRfvdi", names="recursive=r force=f verbose=v dir=d", bag=True),
+        "i,S n,N l,c t,T", first=1),
+    "rm": options("rRfvdi", names="recursive=r force=f verbose=v dir=d", rivals="f,i", bag=True),
     "sed": options("nErs", "e", "quiet=n regexp-extended=E expression=e", first=1),
-    "sort": options("nruhVf", "kto", "reverse=r unique=u key=k output=o"),
-    "tail": options("qvfF", "nc", _LINES + " follow=f", digits="n"),
+    "sort": options("nruhVf", "kto", "reverse=r unique=u key=k output=o", "n,h,V"),
+    "tail": options("qvfF", "nc", _LINES + " follow=f", "n,c q,v f,F", digits="n"),
     "touch": options("acm", bag=True),
     "tree": options("adfl", "LI", slash=True),
     "wc": options("lwcmL", names="lines=l words=w bytes=c chars=m"),
@@ -89,65 +98,76 @@ KNOWN: dict[str, Options] = {
 # %% ../../nbs/replay/16_commands.ipynb #cmd012
 _CARGO = "release=r quiet=q verbose=v package=p features="
 _PYTEST = options(
-    "xqvsl", "kmpno", "exitfirst=x quiet=q verbose=v tb= maxfail= durations= rootdir= no-header lf ff co"
+    "xqvsl", "kmpno", "exitfirst=x quiet=q verbose=v tb= maxfail= durations= rootdir= no-header lf ff co",
+    "lf,ff x,maxfail",
 )
-_GIT_LOG = """stat name-only name-status oneline graph all patch=p max-count=n author= since= until=
-    format= pretty="""
 KNOWN |= {
     "cargo build": options("rqv", "p", _CARGO + " all-targets", first=None),
-    "cargo run": options("rqv", "p", _CARGO + " bin=", first=None),
     "cargo test": options("rqv", "p", _CARGO + " lib", first=None),
     "curl": options("sSLifkIv", "XHdou", """silent=s show-error=S location=L include=i fail=f insecure=k
         head=I verbose=v request=X header=H data=d output=o user=u max-time=""", first=None),
     "docker ps": options("aqs", names="all=a quiet=q size=s", first=None),
-    "git add": options("Aunpvf", names="all=A update=u dry-run=n patch=p verbose=v force=f", bag=True),
-    "git branch": options("aAdDrvm", names="all=a remotes=r delete=d show-current", first=None),
-    "git checkout": options("qf", "bB", "quiet=q force=f", first=None),
-    "git commit": options("aqvs", "m", """all=a message=m quiet=q verbose=v signoff=s no-verify amend
-        no-edit"""),
-    "git diff": options("p", "U", "stat name-only name-status cached staged=cached unified=U", first=None),
-    "git fetch": options("qp", names="all prune=p quiet=q tags", first=None),
-    "git log": options("p", "nLSG", _GIT_LOG, digits="n", first=None),
-    "git pull": options("qr", names="rebase=r quiet=q ff-only", first=None),
-    "git push": options("fuqn", names="force=f set-upstream=u quiet=q dry-run=n tags", first=None),
-    "git restore": options("", "s", "staged worktree source=s"),
-    "git show": options("p", "n", _GIT_LOG, first=None),
-    "git status": options("sbu", names="short=s branch=b porcelain"),
-    "make": options("Bnsk", "CjfI", "jobs=j directory=C file=f dry-run=n silent=s", first=None),
+    "make": options("Bnsk", "CfI", "directory=C file=f dry-run=n silent=s", first=None),
     "mypy": options("", "", "strict ignore-missing-imports config-file="),
     "npm install": options("gDE", names="save-dev=D global=g save-exact=E", bag=True, first=None),
     "pip install": options("Uq", "rec", """upgrade=U quiet=q requirement=r editable=e constraint=c user
         no-deps pre no-cache-dir""", bag=True, first=None),
     "pytest": _PYTEST,
     "python -m pytest": _PYTEST,
+    "python3 -m pytest": _PYTEST,
     "ruff check": options("q", "", "fix quiet=q diff select= ignore="),
     "ruff format": options("q", "", "check quiet=q diff"),
+}  # fmt: skip
+
+# %% ../../nbs/replay/16_commands.ipynb #cmd012-git
+_GIT_LOG = """stat name-only name-status oneline graph all patch=p max-count=n author= since= until=
+    format= pretty="""
+_SHOWN = "oneline,format,pretty stat,name-only,name-status"
+KNOWN |= {
+    "git add": options("Aunpvf", names="all=A update=u dry-run=n patch=p verbose=v force=f", bag=True),
+    "git branch": options("aAdDrvm", names="all=a remotes=r delete=d show-current", rivals="a,r d,D",
+                          first=None),
+    "git checkout": options("qf", "bB", "quiet=q force=f", first=None),
+    "git commit": options("aqvs", "m", """all=a message=m quiet=q verbose=v signoff=s no-verify amend
+        no-edit"""),
+    "git diff": options("p", "U", "stat name-only name-status cached staged=cached unified=U",
+                        "stat,name-only,name-status", first=None),
+    "git fetch": options("qp", names="all prune=p quiet=q tags", first=None),
+    "git log": options("p", "nLSG", _GIT_LOG, _SHOWN, digits="n", first=None),
+    "git pull": options("qr", names="rebase=r quiet=q ff-only", rivals="r,ff-only", first=None),
+    "git push": options("fuqn", names="force=f set-upstream=u quiet=q dry-run=n tags", first=None),
+    "git restore": options("", "s", "staged worktree source=s"),
+    "git show": options("p", "n", _GIT_LOG, _SHOWN, first=None),
+    "git status": options("sb", names="short=s branch=b porcelain", rivals="s,porcelain"),
 }  # fmt: skip
 
 # %% ../../nbs/replay/16_commands.ipynb #cmd013
 SYNONYMS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("cargo", "b"): ("cargo", "build"), ("cargo", "r"): ("cargo", "run"), ("cargo", "t"): ("cargo", "test"),
     ("docker", "container", "ls"): ("docker", "ps"), ("egrep",): ("grep", "-E"), ("fgrep",): ("grep", "-F"),
-    ("git", "switch"): ("git", "checkout"), ("git", "switch", "-c"): ("git", "checkout", "-b"),
+    ("git", "switch", "-c"): ("git", "checkout", "-b"),
     ("npm", "i"): ("npm", "install"), ("npm", "run", "test"): ("npm", "test"), ("npm", "t"): ("npm", "test"),
-    ("pip3",): ("pip",), ("python", "-m", "pip"): ("pip",), ("python3",): ("python",), ("source",): (".",),
+    ("python", "-m", "pip"): ("pip",), ("source",): (".",),
 }  # fmt: skip
 
 # %% ../../nbs/replay/16_commands.ipynb #cmd015
 def _split(words: Sequence[Any], known: Options) -> tuple[list[tuple], list[Any]] | None:
-    "Options with their values, and the other arguments; None where an option is not known."
+    "Options with their values, and the other arguments; None where one is not known, or two are rivals."
     found, others, left = list[tuple](), list[Any](), list(words)
     while left:
         word = left.pop(0)
         if not isinstance(word, str) or word == "-" or not word.startswith("-"):
             others.append(word)
         elif word == "--":  # of git and its like what follows means something else
-            others, left = [*others, *["--"] * (known.first is None), *left], []
+            plain = all(isinstance(each, str) and not each.startswith("-") for each in left)
+            marked = known.first is None or not plain
+            others, left = [*others, *["--"] * marked, *left], []
         elif (more := _option(word, left, known)) is None:
             return None
         else:
             found += more
-    return found, others
+    told = {letter for letter, *_ in found}
+    return None if any(len(told & group) > 1 for group in known.rivals) else (found, others)
 
 
 def _option(word: str, left: list[Any], known: Options) -> list[tuple] | None:
@@ -157,12 +177,14 @@ def _option(word: str, left: list[Any], known: Options) -> list[tuple] | None:
     if not word.startswith("--"):
         return _letters(word[1:], left, known)
     name, given, value = word[2:].partition("=")
+    if not given and name in ("format", "pretty", "unified"):
+        return None  # its value, if it has one, stands in the same word
     name = known.names.get(name, name)
     if name in known.values and (given or left):
         return [(name, value if given else left.pop(0))]
     return [(name,)] if name in known.flags and not given else None
 
-
+# %% ../../nbs/replay/16_commands.ipynb #cmd015-b
 def _letters(letters: str, left: list[Any], known: Options) -> list[tuple] | None:
     found: list[tuple] = []
     for place, letter in enumerate(letters, 1):
@@ -206,6 +228,7 @@ def _ordered(found: list[tuple], others: list[Any], known: Options, folder: str)
     told = [[f"-{letter}", *value] for letter, *value in sorted(found, key=lambda one: one[0])]
     first = len(others) if known.first is None else known.first
     first = 0 if known.first == 1 and any(letter in "ef" for letter, *_ in found) else first
+    first = first if _texts(others[:first]) else len(others)  # what the shell expands may be several words
     paths = [_path(word, known, folder) for word in others[first:]]
     if known.slash and paths == ["."]:
         paths = []
@@ -216,22 +239,33 @@ def _ordered(found: list[tuple], others: list[Any], known: Options, folder: str)
 def _path(word: Any, known: Options, folder: str) -> Any:
     if not isinstance(word, str):
         return word
+    if "[" in word:  # a test's parameters, or a pattern: no path alone
+        return word
     plain = relative(word, folder)
-    return f"{plain}/" if word.endswith("/") and not known.slash and plain != "/" else plain
+    plain = f"./{plain}" if plain.startswith("-") and plain != "-" else plain
+    end = "" if known.slash or plain == "/" else "/." if word.endswith("/.") else "/" * word.endswith("/")
+    return plain + end
 
 # %% ../../nbs/replay/16_commands.ipynb #cmd021
+_READERS = {"grep": set("inowvEFABCemqsxc"), "head": {"n", "c"}, "tail": {"n", "c"}}  # and what names no file
+
+
 def from_file(first: Any, second: Any) -> Any:
     "`cat FILE | COMMAND` without `cat`; None where it is not that, or where the command names its files."
     match first, second:
-        case ["run", "cat", str(path)], ["run", "grep" | "head" | "tail" as name, *words]:
-            others = [w for w in words if isinstance(w, str) or w[0] in ("word", "expand", "keep")]
-            return [*second, path] if len(others) == (name == "grep") else None
+        case ["run", "cat", str(path)], ["run", str(name), *words] if name in _READERS and path != "-":
+            told = [w for w in words if isinstance(w, list) and str(w[0]).startswith("-")]
+            others = [w for w in words if w not in told]
+            wanted = 0 if name != "grep" or any(option[0] == "-e" for option in told) else 1
+            safe = all(option[0][1:] in _READERS[name] for option in told)
+            plain = not any(isinstance(w, str) and w.startswith("-") for w in others)
+            return [*second, path] if safe and plain and len(others) == wanted else None
     return None
 
 
 def as_head(form: list[Any]) -> list[Any]:
     "`sed -n 1,5p FILE` as `head -n 5 FILE`."
     match form:
-        case ["run", "sed", ["-n"], str(what), path] if (lines := re.fullmatch(r"1,(\d+)p", what)):
+        case ["run", "sed", ["-n"], str(what), str(path)] if (lines := re.fullmatch(r"1,([1-9]\d*)p", what)):
             return ["run", "head", ["-n", lines[1]], path]
     return form

@@ -6,48 +6,66 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .commands import relative
+from .shell import command_form, only_reads, words_form
 from ..traces.state import Message, ToolCall, content_text, message_action
 
 # %% auto #0
-__all__ = ['Change', 'changes_of', 'patched', 'Seen', 'after', 'files_seen', 'numbered', 'edit_form']
+__all__ = ['Change', 'changes_of', 'patched', 'Seen', 'after', 'files_seen', 'is_harmless', 'keeps_order', 'numbered',
+           'edit_form']
 
 # %% ../../nbs/replay/18_edits.ipynb #edt006
 class Change(NamedTuple):
     """What a call does to a file: `old` becomes `new`, where it stands once or, with `every`, everywhere.
 
-    Without `old` it is all of the file, without `new` the file goes.
+    Where `old` is None `new` is all of the file, where it is empty all of a new one; without `new` the file
+    goes. `anchors`: the lines behind which a patch takes the first place; None for other tools, which
+    want the only one.
     """
 
     path: str
     old: str | None
     new: str | None
     every: bool = False
+    anchors: tuple[str, ...] | None = None
 
 # %% ../../nbs/replay/18_edits.ipynb #edt007
+_ARGUMENTS = {
+    "Edit": "file_path old_string new_string replace_all", "MultiEdit": "file_path edits",
+    "Write": "file_path content", "write_file": "file_path content", "apply_patch": "input",
+    "replace": "file_path old_string new_string instruction",
+    "shell": "command workdir timeout_ms justification",
+}  # fmt: skip
+_EDITOR = "command path file_text old_str new_str security_risk"
+
+
 def changes_of(call: ToolCall, folder: str = "") -> list[Change] | None:
-    """The changes to files that a call makes; None where it makes none, or none that can be read.
+    """The changes to files that a call makes; None where it makes none, or where not all of it can be read.
 
     Read are edits of Claude Code, of tools with `old_str` and `new_str`, and patches for `apply_patch`.
     """
-    given = call.arguments
-    if not isinstance(given, Mapping):
+    if not isinstance(call.arguments, Mapping):
+        return None
+    given = {name: value for name, value in call.arguments.items() if value is not None}
+    how = given.get("command")
+    told = _ARGUMENTS.get(call.name) or (_EDITOR if how in ("create", "str_replace") else "")
+    if not set(given) <= set(told.split()):
         return None
     if (text := _patch_of(call.name, given)) is not None:
-        return patched(text, folder)
-    path = given.get("file_path") or given.get("path")
+        return patched(text, folder, str(given.get("workdir", "")))
+    path = given.get("file_path", given.get("path"))
     if not isinstance(path, str):
         return None
-    path, how = relative(path, folder), given.get("command")
+    path = relative(path, folder)
     if call.name in ("Write", "write_file") or how == "create":
-        text = given.get("content", given.get("file_text"))
-        return [Change(path, None, text)] if isinstance(text, str) else None
-    if call.name not in ("Edit", "MultiEdit", "replace") and how != "str_replace":
-        return None
+        text, new_only = given.get("content", given.get("file_text")), "" if how == "create" else None
+        return [Change(path, new_only, text)] if isinstance(text, str) else None
     edits = given.get("edits") if call.name == "MultiEdit" else [given]
     found = [_replaced(path, edit) for edit in edits] if isinstance(edits, list) else [None]
     return None if None in found else found
@@ -63,16 +81,21 @@ def _patch_of(name: str, given: Mapping[str, Any]) -> str | None:
 def _replaced(path: str, edit: Any) -> Change | None:
     given = edit if isinstance(edit, Mapping) else {}
     old, new = given.get("old_string", given.get("old_str")), given.get("new_string", given.get("new_str"))
-    if not isinstance(old, str) or not isinstance(new, str):
-        return None
-    return Change(path, old, new, given.get("replace_all") is True) if old else Change(path, None, new)
+    every = given.get("replace_all", False)
+    known = {"file_path", "path", "command", "instruction", "old_string", "old_str", "new_string", "new_str",
+             "security_risk"}  # fmt: skip
+    told = isinstance(old, str) and isinstance(new, str) and isinstance(every, bool)
+    return Change(path, old, new, every) if told and set(given) <= known | {"replace_all"} else None
 
 # %% ../../nbs/replay/18_edits.ipynb #edt011
 _HEAD = re.compile(r"\*\*\* (Add|Update|Delete) File: (.+)")
 
 
-def patched(text: str, folder: str = "") -> list[Change] | None:
-    "The changes of a patch, one a hunk. None for one that is not whole, or that moves a file."
+def patched(text: str, folder: str = "", place: str = "") -> list[Change] | None:
+    """The changes of a patch, one a hunk. None for one that is not whole, or that moves a file.
+
+    Paths are read from `place`, and told from `folder`.
+    """
     lines = text.strip().splitlines()
     if lines[:1] != ["*** Begin Patch"] or lines[-1:] != ["*** End Patch"]:
         return None
@@ -83,7 +106,7 @@ def patched(text: str, folder: str = "") -> list[Change] | None:
             if kind and (more := _of_file(kind, path, body)) is None:
                 return None
             found += more if kind else []
-            kind, path, body = head[1], relative(head[2].strip(), folder), []
+            kind, path, body = head[1], relative(posixpath.join(place, head[2].strip()), folder), []
         elif not kind or line.startswith("*** "):
             return None
         else:
@@ -97,15 +120,19 @@ def _of_file(kind: str, path: str, body: Sequence[str]) -> list[Change] | None:
     if kind == "Add":
         whole = all(line.startswith("+") for line in body)
         return [Change(path, None, "".join(line[1:] + "\n" for line in body))] if whole else None
-    hunks: list[list[str]] = [[]]
+    hunks: list[tuple[list[str], list[str]]] = [([], [])]  # what stands behind @@, and lines
     for line in body:
         if line.startswith("@@"):
-            hunks.append([])
+            if hunks[-1][1]:
+                hunks.append(([], []))
+            hunks[-1][0].extend(filter(None, [line[2:].strip()]))
         elif line[:1] in ("", " ", "+", "-"):
-            hunks[-1].append(line or " ")
+            hunks[-1][1].append(line or " ")
         else:
             return None
-    found = [Change(path, _side(hunk, "+"), _side(hunk, "-")) for hunk in hunks if hunk]
+    found = [
+        Change(path, _side(hunk, "+"), _side(hunk, "-"), anchors=tuple(at)) for at, hunk in hunks if hunk
+    ]
     return found if all(change.old for change in found) else None
 
 
@@ -122,44 +149,117 @@ class Seen(NamedTuple):
 
 def after(seen: Seen | None, change: Change) -> Seen | None:
     "The file after a change; None where what was seen of it does not say."
-    if change.old is None:
-        return None if change.new is None else Seen(change.new)
-    if seen is None:
-        return None
-    once = seen.text.count(change.old) == 1
-    if not once and not (change.every and seen.whole and change.old in seen.text):
+    if not change.old:
+        there = seen is not None and change.old == ""  # a tool that makes files refuses one that is there
+        return None if there or change.new is None else Seen(change.new)
+    if seen is None or not _one_reading(seen, change):
         return None
     return Seen(seen.text.replace(change.old, change.new or ""), seen.whole)
 
+
+def _one_reading(seen: Seen, change: Change) -> bool:
+    "Whether what was seen says which places a change means."
+    before, found, _ = seen.text.partition(change.old or "")
+    if change.every or not seen.whole:  # of a part nobody knows what stands in the rest
+        return seen.whole and bool(found)
+    if seen.text.count(change.old or "") != 1 or change.anchors is None:
+        return seen.text.count(change.old or "") == 1
+    lines = iter(line.strip() for line in before.splitlines())
+    behind = all(anchor in lines for anchor in change.anchors)  # in this order
+    return behind and before[-1:] in ("", "\n")
+
 # %% ../../nbs/replay/18_edits.ipynb #edt016
-_NUMBERED = re.compile(r"\s*(\d+)(?:→|\t)(.*)")
+_SHELLS = ("Bash", "bash", "shell", "exec_command", "shell_command", "execute_bash", "run_shell_command")
+_NUMBERED = re.compile(r"\s*(\d{1,9})(?:→|\t)(.*)")
+_HARMLESS = set("""Read Grep Glob LS WebFetch WebSearch TodoWrite read_file read_many_files list_directory
+glob search_file_content update_plan think""".split())
 
 
 def files_seen(messages: Iterable[Message], folder: str = "") -> dict[str, Seen]:
     "What a conversation has shown of files: read with line numbers, written, and edited since."
-    calls, seen = dict[str, ToolCall](), dict[str, Seen]()
+    calls, seen = dict[str, ToolCall](), dict[str, Seen]()  # calls that wait for their results
     for message in messages:
-        for call in message_action(message).tool_calls if message.get("tool_calls") else ():
-            calls[call.id] = call
-        call = calls.get(message.get("tool_call_id", "")) if message.get("role") == "tool" else None
-        if call and call.name == "Read" and isinstance(call.arguments, Mapping):
-            path = relative(str(call.arguments.get("file_path", "")), folder)
-            found = numbered(content_text(message.get("content")), call.arguments.get("limit") is None)
-            if found and (found.whole or path not in seen):
-                seen[path] = found
-        for change in (changes_of(call, folder) or ()) if call else ():
-            if (now := after(seen.get(change.path), change)) is not None:
-                seen[change.path] = now
+        if message.get("role") == "assistant":
+            if not all(map(is_harmless, calls.values())):  # what became of it nobody knows
+                seen.clear()
+            calls = {call.id: call for call in message_action(message).tool_calls if call.id}
+        call = calls.pop(str(message.get("tool_call_id")), None) if message.get("role") == "tool" else None
+        if call and (changes := changes_of(call, folder)):
+            _follow(seen, changes, message)
+        elif call and call.name == "Read" and isinstance(call.arguments, Mapping):
+            _read(seen, relative(str(call.arguments.get("file_path", "")), folder), call, message)
+        elif call and not is_harmless(call):
+            seen.clear()
     return seen
+
+
+def _read(seen: dict[str, Seen], path: str, call: ToolCall, result: Message) -> None:
+    "A file that was shown; lines of it only confirm what is known, or end it."
+    found = numbered(content_text(result.get("content")), call.arguments.get("limit") is None)
+    if found and (found.whole or path not in seen):
+        seen[path] = found
+    elif not found or found.text not in seen[path].text:
+        seen.pop(path, None)
+
+# %% ../../nbs/replay/18_edits.ipynb #edt016-b
+def is_harmless(call: ToolCall) -> bool:
+    "Whether a call is known to leave every file as it is."
+    given = call.arguments if isinstance(call.arguments, Mapping) else {}
+    command = given.get("command", given.get("cmd"))
+    if call.name not in _SHELLS:
+        return call.name in _HARMLESS
+    if isinstance(command, list):
+        return only_reads(words_form(command))
+    return isinstance(command, str) and only_reads(command_form(command))
+
+
+def keeps_order(calls: Sequence[ToolCall], folder: str = "") -> bool:
+    "Whether calls made at once depend on their order: one may change what another one reads or changes."
+    changes = [changes_of(call, folder) for call in calls]
+    paths = [path for found in changes for path in {change.path for change in found or ()}]
+    apart = all(changes) and len(set(paths)) == len(paths)
+    writes = any(changes) or any(call.name in _SHELLS and not is_harmless(call) for call in calls)
+    return len(calls) > 1 and writes and not apart
+
+# %% ../../nbs/replay/18_edits.ipynb #edt016f
+_FAILED = re.compile(r"(?i)\W*(?:tool_use_error|error|failed|invalid|could not|cannot|no replacement"
+                     r"|string to replace|the user do)")  # fmt: skip
+_WORKED = re.compile(r"(?is)(?:\{\"output\":\s*\")?\W{0,3}(?:the file .{1,400} has been "
+                     r"(?:updated|edited|created)|file (?:created|updated|written)|success"
+                     r"|applied \d+ edit|(?:done|ok)\W*\Z)")  # fmt: skip
+_STALE = re.compile(r"(?i)(?:modified|changed) since|not been read|unexpectedly modified|user modified")
+
+
+def _follow(seen: dict[str, Seen], changes: Sequence[Change], result: Message) -> None:
+    "What is known of files after changes with this result: changed, as before, or nothing any more."
+    text = content_text(result.get("content"))
+    paths = {change.path for change in changes}
+    parts = len(paths) > 1 or any(change.anchors is not None for change in changes)
+    if _STALE.search(text):
+        gone = paths
+    elif result.get("is_error") is True or _FAILED.match(text):
+        gone = paths if parts else set()
+    else:
+        gone = set() if _WORKED.match(text) else set(paths)
+        for change in changes:
+            if (now := after(seen.get(change.path), change)) is None:
+                gone.add(change.path)
+            else:
+                seen[change.path] = now
+    for path in gone:
+        seen.pop(path, None)
 
 
 def numbered(text: str, to_the_end: bool = True) -> Seen | None:
     "The file that a text shows with its line numbers, which rise by one; None where it shows none."
-    found = [match for line in text.split("\n") if (match := _NUMBERED.fullmatch(line))]
+    lines = text.split("\n")
+    found = [*itertools.takewhile(bool, map(_NUMBERED.fullmatch, lines))]
+    rest = "\n".join(lines[len(found) :]).strip()
     numbers = [int(match[1]) for match in found]
     if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         return None
-    whole = to_the_end and numbers[0] == 1 and len(numbers) < 2000  # longer files are cut off there
+    ended = not rest or (rest.startswith("<system-reminder>") and rest.endswith("</system-reminder>"))
+    whole = to_the_end and ended and numbers[0] == 1 and len(numbers) < 2000  # longer files are cut off there
     return Seen("".join(match[2] + "\n" for match in found), whole)
 
 # %% ../../nbs/replay/18_edits.ipynb #edt019
@@ -168,16 +268,37 @@ def edit_form(changes: Sequence[Change], seen: Mapping[str, Seen]) -> dict[str, 
 
     A file that ends in a line break and one that does not are the same here.
     """
-    paths = dict.fromkeys(change.path for change in changes)
-    return {path: _left([c for c in changes if c.path == path], seen.get(path)) for path in paths}
+    files: dict[str, list[Change]] = {}
+    for change in changes:
+        files.setdefault(change.path, []).append(change)
+    return {path: _left(mine, seen.get(path)) for path, mine in files.items()}
 
 
 def _left(changes: Sequence[Change], seen: Seen | None) -> Any:
+    kind = "new file" if changes[0].old == "" else "file"
+    if seen is not None and not _in_a_row(changes, seen.text):
+        return [_as_given(c) for c in changes]
     for change in changes:
         now = after(seen, change)
         if now is None:
-            raw = [[c.old, c.new, *["every"] * c.every] for c in changes]
-            return "gone" if changes[-1][1:3] == (None, None) else raw
+            return "gone" if changes[-1][1:3] == (None, None) else [_as_given(c) for c in changes]
         seen = now
     digest = hashlib.sha256(seen.text.removesuffix("\n").encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return {"file" if seen.whole else "lines": digest}
+    return {kind: digest}
+
+
+def _in_a_row(changes: Sequence[Change], text: str) -> bool:
+    "Whether the hunks of a patch stand behind each other in the text, as a patch looks for them."
+    at = 0
+    for change in changes:
+        if change.anchors is not None:
+            at = text.find(change.old or "", at)
+            if at < 0:
+                return False
+            at += len(change.old or "")
+    return True
+
+
+def _as_given(change: Change) -> list[Any]:
+    behind = [] if change.anchors is None else [["behind", *change.anchors]]
+    return [change.old, change.new, *["every"] * change.every, *behind]

@@ -11,18 +11,19 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import cached_property
 from typing import Any
 
 import httpx
 
+from .received import Attempt
+
 # %% auto #0
-__all__ = ['TokenBucket', 'Attempt', 'retry_after_s', 'Limits', 'Places', 'Pace', 'Endpoint']
+__all__ = ['Keep', 'TokenBucket', 'retry_after_s', 'Limits', 'Places', 'Pace', 'Endpoint']
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c007-150d19
 class TokenBucket:
@@ -48,55 +49,10 @@ class TokenBucket:
             await asyncio.sleep(turn - now)
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c010-61bd63
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 _GATEWAY = frozenset({408, 502, 504})  # may come from something between us and a model that has worked
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What one attempt brought: a status and a body, or `trouble`.
-
-    `trouble`: "", "unreachable", "timeout", "lost" or "too_large". `state` is "unpaid", "perhaps paid" or
-    "settled".
-    """
-
-    status: int = 0
-    body: bytes = b""
-    trouble: str = ""
-    retry_after: float | None = None
-    seconds: float = 0.0
-
-    @property
-    def state(self) -> str:
-        """Unpaid.
-
-        Another may go better. Perhaps paid: it went out, and nobody knows what became of it. Else settled.
-        """
-        tied_up = self.status == 402 and self.retry_after is not None
-        if self.trouble == "unreachable" or tied_up or self.status in _AGAIN:
-            return "unpaid"
-        return "perhaps paid" if not self.status and self.trouble in ("timeout", "lost") else "settled"
-
-    @cached_property
-    def payload(self) -> dict[str, Any] | None:
-        "The body as a JSON object, or None."
-        return _json_object(self.body)
-
-    @property
-    def error(self) -> Mapping[str, Any]:
-        "The error object of the body, however the endpoint spells it; empty when there is none."
-        error = (self.payload or {}).get("error")
-        return error if isinstance(error, Mapping) else {"message": error} if isinstance(error, str) else {}
+_KEPT = ("date", "content-type", "content-length", "retry-after", "x-request-id", "cf-ray")  # of the headers
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c011-5cd541
-def _json_object(body: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def retry_after_s(value: str | None) -> float | None:
     """Seconds that a `Retry-After` header asks for, from a number or an HTTP date.
 
@@ -211,33 +167,35 @@ class _Post:
 
     async def send(self, client: httpx.AsyncClient, content: bytes) -> Attempt:
         "What came of it. No exception leaves this: those of httpx carry the request, and so the key."
-        start = time.monotonic()
+        start, facts, body = time.monotonic(), dict[str, Any](), bytearray()
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                facts = await self._answer(client, content)
+                await self._answer(client, content, facts, body)
             if facts["status"] in _GATEWAY and not self.errors_are_free:
-                facts = {"trouble": "lost"}
+                facts["trouble"] = "lost"
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError):
-            facts = {"trouble": "unreachable"}
+            facts["trouble"] = "unreachable"
         except (TimeoutError, httpx.TimeoutException):
-            facts = {"trouble": "timeout"}
+            facts["trouble"] = "timeout"
         except httpx.HTTPError:
-            facts = {"trouble": "lost"}
-        return Attempt(**facts, seconds=time.monotonic() - start)
+            facts["trouble"] = "lost"
+        body = _without_key(bytes(body), self.auth)
+        return Attempt(**facts, body=body, seconds=time.monotonic() - start)
 
-    async def _answer(self, client: httpx.AsyncClient, content: bytes) -> dict[str, Any]:
-        request = _request(self.url, content, self.limits.timeout_s)
-        response, body = await client.send(request, stream=True, auth=self.auth), bytearray()
+    async def _answer(
+        self, client: httpx.AsyncClient, content: bytes, facts: dict[str, Any], body: bytearray
+    ) -> None:
+        asked = _request(self.url, content, self.limits.timeout_s)
+        response = await client.send(asked, stream=True, auth=self.auth)
         async with aclosing(response):
-            facts = {
-                "status": response.status_code,
-                "retry_after": retry_after_s(response.headers.get("retry-after")),
-            }
+            headers = {name: response.headers[name] for name in _KEPT if name in response.headers}
+            facts |= {"status": response.status_code, "headers": _without_keys(headers, self.auth),
+                      "retry_after": retry_after_s(headers.get("retry-after"))}
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > self.limits.max_reply_bytes:
-                    return facts | {"trouble": "too_large"}
-        return facts | {"body": _without_key(bytes(body), self.auth)}
+                    facts["trouble"] = "too_large"
+                    return
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c023-fedac3
 def _request(url: httpx.URL, content: bytes, timeout_s: float) -> httpx.Request:
@@ -258,7 +216,14 @@ def _without_key(body: bytes, auth: _Bearer | None) -> bytes:
     key = _read_key(auth.variable) if auth else ""
     return body.replace(key.encode(), b"[key]") if len(key) >= 16 else body
 
+
+def _without_keys(headers: Mapping[str, str], auth: _Bearer | None) -> dict[str, str]:
+    return {name: _without_key(v.encode(), auth).decode() for name, v in headers.items()}
+
 # %% ../../nbs/replay/03_endpoints.ipynb #c024-9151c5
+Keep = Callable[[Attempt], Awaitable[None]]  # what a caller does with an attempt before anything reads it
+
+
 class Pace:
     "Spaces starts evenly, and lets none begin before the time that the endpoint named with a 429."
 
@@ -295,13 +260,16 @@ class Endpoint:
         self._places = Places(limits.concurrency, key_variable, trust_env, transport)
         self._post = _Post(httpx.URL(url), limits, self._places.auth, errors_are_free)
 
-    async def send(self, content: bytes) -> list[Attempt]:
-        "Ask until something final comes or the attempts are used up; what each attempt brought."
-        attempts = [await self._turn(content)]
-        while (pause := self.limits.pause(attempts)) is not None:
-            await asyncio.sleep(pause)
+    async def send(self, content: bytes, keep: Keep | None = None) -> list[Attempt]:
+        "Ask until something final comes; what each attempt brought, handed to `keep` before it is read."
+        attempts: list[Attempt] = []
+        while True:
             attempts.append(await self._turn(content))
-        return attempts
+            if keep is not None and (attempts[-1].status or attempts[-1].body):
+                await keep(attempts[-1])
+            if (pause := self.limits.pause(attempts)) is None:
+                return attempts
+            await asyncio.sleep(pause)
 
     async def _turn(self, content: bytes) -> Attempt:
         "One attempt, when there is a place and its time has come."

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .actions import speller
+from .asking import read_anew, was_busy
 from .ledger import Ledger
 from .protocol import Teacher, TeacherReply, TeacherRequest
 from ..traces import Action, TraceState, vendor_of
@@ -208,14 +209,14 @@ class Planner:
         plan.refused = [miss for miss in asked if not isinstance(miss, Ask)]
         for ask in plan.asks:
             reply = self.ledger.known(ask.request.key)
+            reply = reply and read_anew(ask.teacher, ask.request, reply, self.ledger)
             if reply is not None and not (reply.outcome == "skipped" and self._once_more(reply)):
                 plan.replies[ask.teacher.name] = reply
         return plan
 
     def _once_more(self, reply: TeacherReply) -> bool:
         "Whether a skipped reply is asked again: by wish, or because a busy endpoint refused it at no cost."
-        busy = reply.reason.startswith("http_") and reply.cost_usd == 0
-        return busy or reply.reason.partition(":")[0] in self.ask_again
+        return was_busy(reply) or reply.reason.partition(":")[0] in self.ask_again
 
     def _ask(self, state: TraceState, teacher: Teacher) -> Ask | tuple[str, Miss]:
         if not self.allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from .endpoints import Attempt, Endpoint, Limits, _read_key
+from .endpoints import Endpoint, Keep, Limits, _read_key
 from .prices import Price, Prices, prompt_token_bound
 from composer_nb.replay.protocol import (
     OutOfCredit,
@@ -25,6 +25,7 @@ from composer_nb.replay.protocol import (
     TeacherStop,
     teacher_messages,
 )
+from .received import Attempt
 from ..traces import Action, TraceState, content_text, message_action, parse_action
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _choice_action(payload: Mapping[str, Any]) -> tuple[Action | None, str]:
         action = _whole_action(message)
     except (ValueError, TypeError, AttributeError):  # fields of types that the format does not allow
         return None, "invalid_call"
-    if any(isinstance(call.arguments, str) for call in action.tool_calls):
+    if any(isinstance(call.arguments, str) for call in action.tool_calls):  # no object, or nested too deep
         return None, "invalid_call"
     return (action, "") if action else (None, "refusal" if message.get("refusal") else "empty")
 
@@ -163,9 +164,11 @@ def _answered(last: Attempt, teacher: HTTPTeacher) -> dict[str, Any]:
     "Fields of the reply to one question, from what its last attempt brought. Raises TeacherStop."
     if last.trouble == "unreachable":
         raise TeacherStop(teacher.name, None, f"no connection to {teacher.base_url}")
+    if not last.is_whole and last.trouble != "too_large":
+        return {"reason": last.trouble}
     if last.status and not 200 <= last.status < 300:
         return _refused(last.status, last.error, teacher)
-    if last.trouble or last.payload is None:
+    if last.payload is None:
         return {"reason": last.trouble or "invalid_json"}
     if last.error.get("code") in (401, 402):
         return _refused(last.error["code"], last.error, teacher)
@@ -184,8 +187,7 @@ def _answered(last: Attempt, teacher: HTTPTeacher) -> dict[str, Any]:
 # %% ../../nbs/replay/04_http_teacher.ipynb #c017-3a4c51
 _OWN_FIELDS = frozenset(
     "model messages tools max_tokens max_completion_tokens temperature seed stream n best_of models route "
-    "plugins "
-    "web_search_options service_tier".split()
+    "plugins web_search_options service_tier".split()
 )
 _OWN_ROUTING = ("enforce_distillable_text", "require_parameters", "max_price")
 
@@ -195,8 +197,9 @@ class RequestSettings:
     """What every request of a teacher holds besides the state; all of it is part of the request's key.
 
     `temperature` or `seed` of None leaves the field out. `prompt`: text for the system message, or a function
-    that rewrites the messages. `options`: more request fields, `provider` routing among them. Raises
-    ValueError for options that a teacher sets itself or that would break its price bound.
+    that rewrites the messages. `options`: more request fields, `provider` routing among them. `endpoint`: a
+    name for who is asked, by default the address; for a server that moves to another one. Raises ValueError
+    for options that a teacher sets itself or that would break its price bound.
     """
 
     max_tokens: int = 1024
@@ -204,6 +207,7 @@ class RequestSettings:
     seed: int | None = None
     prompt: Prompt = None
     options: Mapping[str, Any] | None = None
+    endpoint: str = ""
 
     def __post_init__(self) -> None:
         options = dict(self.options or {})
@@ -216,12 +220,11 @@ class RequestSettings:
             )
         object.__setattr__(self, "options", options)
 
-    def request(self, name: str, model: str, state: TraceState) -> TeacherRequest:
+    def request(self, name: str, model: str, state: TraceState, endpoint: str = "") -> TeacherRequest:
         "The question that a state puts to a teacher with these settings."
         messages, tools = teacher_messages(state.messages, self.prompt), tuple(state.tools)
-        return TeacherRequest(
-            name, model, messages, tools, self.max_tokens, self.temperature, self.seed, self.options
-        )
+        sampling = self.max_tokens, self.temperature, self.seed, self.options
+        return TeacherRequest(name, model, messages, tools, *sampling, endpoint)
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c019-f45abe
 def _checked_url(base_url: str) -> httpx.URL:
@@ -323,15 +326,23 @@ class _Asking:
 
     name: str
     model: str
+    endpoint: str
+    base_url: str
     prices: Prices | None
     limits: Limits
     settings: RequestSettings
     is_local: bool
     is_openrouter: bool
+    def __repr__(self) -> str:
+        return f"HTTPTeacher({self.model!r}, {self.base_url!r}, name={self.name!r})"
+
+    async def aclose(self) -> None:
+        "Close the connections. A later question opens new ones."
+        await self._endpoint.close()
 
     def request(self, state: TraceState) -> TeacherRequest:
         "The question that this state puts to this teacher."
-        return self.settings.request(self.name, self.model, state)
+        return self.settings.request(self.name, self.model, state, self.endpoint)
 
     def body(self, request: TeacherRequest) -> dict[str, Any]:
         "The JSON body as it goes out."
@@ -380,6 +391,7 @@ class HTTPTeacher(_Asking):
         url = _checked_url(base_url)
         self.limits, self.settings = _grouped(flat, limits, settings)
         self.model, self.name, self.base_url = model, name or model, str(url).rstrip("/")
+        self.endpoint = self.settings.endpoint or self.base_url
         self.prices, self.accept_models = prices, tuple(accept_models)
         self.concurrency = self.limits.concurrency
         self.is_local, self.is_openrouter = _is_local(url.host), f".{url.host}".endswith(".openrouter.ai")
@@ -389,21 +401,18 @@ class HTTPTeacher(_Asking):
             trust_env=not self.is_local, errors_are_free=self.is_openrouter,
         )
 
-    def __repr__(self) -> str:
-        return f"HTTPTeacher({self.model!r}, {self.base_url!r}, name={self.name!r})"
+    async def reply(self, request: TeacherRequest, keep: Keep | None = None) -> TeacherReply:
+        "Ask; `keep` gets what came before anything reads it. Raises TeacherStop, OutOfCredit among them."
+        _check_key(self.api_key_env, self.name)
+        body = json.dumps(self.body(request), default=dict).encode()
+        return self.read(request, await self._endpoint.send(body, keep))
 
-    async def reply(self, request: TeacherRequest) -> TeacherReply:
-        "Ask. Raises TeacherStop (OutOfCredit among them) when this teacher cannot answer at all."
-        return await _reply(self, request)
-
-    async def aclose(self) -> None:
-        "Close the connections. A later question opens new ones."
-        await self._endpoint.close()
+    def read(self, request: TeacherRequest, attempts: Sequence[Attempt]) -> TeacherReply:
+        "The reply that these attempts brought: the same whenever they are read. Raises TeacherStop."
+        return _read(self, request, attempts)
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c028-cda64a
-async def _reply(teacher: HTTPTeacher, request: TeacherRequest) -> TeacherReply:
-    _check_key(teacher.api_key_env, teacher.name)
-    attempts = await teacher._endpoint.send(json.dumps(teacher.body(request), default=dict).encode())
+def _read(teacher: HTTPTeacher, request: TeacherRequest, attempts: Sequence[Attempt]) -> TeacherReply:
     lost = sum(attempt.state == "perhaps paid" for attempt in attempts[:-1])
     try:
         facts = _answered(attempts[-1], teacher)

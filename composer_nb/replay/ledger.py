@@ -6,47 +6,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
 import math
 import os
-import queue
 import threading
 import time
-import warnings
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from ..files import _sync_folder
+from .append_file import Item, LedgerInUse, _File, _split, _whole, _Writer, decode_line
 from .budget import _PICO, _pico
 from .protocol import TeacherReply, TeacherRequest
+from .received import Attempt, attempt_record, record_attempt
 
 # %% auto #0
-__all__ = ['Item', 'encode_line', 'decode_line', 'OpenRequest', 'bill_of', 'LedgerInUse', 'NotRecorded', 'Recording', 'Ledger']
-
-# %% ../../nbs/replay/10_ledger.ipynb #c007-2d30d8
-_HEAD = len('{"sum":"00000000",')
-
-
-def encode_line(record: Mapping[str, Any]) -> bytes:
-    "The record as one ASCII line of JSON, its checksum first."
-    body = json.dumps(record, separators=(",", ":")).encode()
-    return b'{"sum":"%08x",' % zlib.crc32(body) + body[1:] + b"\n"
-
-
-def decode_line(line: bytes) -> dict[str, Any]:
-    "The record of a line without its newline. Raises ValueError when the checksum is not that of the line."
-    body = b"{" + line[_HEAD:]
-    if line[:_HEAD] != b'{"sum":"%08x",' % zlib.crc32(body):
-        raise ValueError("its checksum does not match")
-    return json.loads(body)
+__all__ = ['ROOM', 'OpenRequest', 'bill_of', 'NotRecorded', 'Recording', 'Ledger']
 
 # %% ../../nbs/replay/10_ledger.ipynb #c011-299b91
 @dataclass(frozen=True)
@@ -69,13 +48,60 @@ def bill_of(reply: TeacherReply) -> float | None:
     cost = reply.cost_usd
     return cost if cost is not None and math.isfinite(cost) and cost >= 0 else None
 
+# %% ../../nbs/replay/10_ledger.ipynb #c012-received
+class _Received:
+    "What came, of requests that are open, and of those whose reply was skipped: another reader may take it."
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self._of.setdefault(record["key"], {}).setdefault(record["attempt"], []).append(record["what"])
+
+    def closed(self, record: Mapping[str, Any], reply: TeacherReply | None) -> None:
+        mine = self._of.get(record["key"], {})
+        came = mine.get(record["attempt"], [{}])[-1]
+        if reply is None or reply.outcome == "ok" or came.get("trouble"):  # nobody reads half an answer
+            mine.pop(record["attempt"], None)
+
+    def last(self, key: str, attempts: Container[int]) -> tuple[int, list[Attempt]] | None:
+        "The last of these attempts of which something came, and what; None without one."
+        kept = self._of.get(key, {})
+        attempt = max((number for number in kept if number in attempts), default=0)
+        return (attempt, [record_attempt(one) for one in kept[attempt]]) if attempt else None
+
+# %% ../../nbs/replay/10_ledger.ipynb #c012-received-b
+class _Open:
+    "Requests that nothing has closed, by key and attempt."
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[str, int], OpenRequest] = {}
+        self.received = _Received()
+
+    def open_one(self, record: Mapping[str, Any]) -> OpenRequest:
+        request = self.open.get((record["key"], record["attempt"]))
+        if request is None:
+            which = f"request {record['key'][:12]} has no open attempt {record['attempt']}"
+            raise ValueError(f"{which}: write the request first")
+        return request
+
+    def came(self, record: Mapping[str, Any]) -> None:
+        self.open_one(record)
+        self.received.add(record)
+
+    def close_one(self, record: Mapping[str, Any], reply: TeacherReply | None) -> OpenRequest:
+        request = self.open_one(record)
+        del self.open[request.key, request.attempt]
+        self.received.closed(record, reply)
+        return request
+
 # %% ../../nbs/replay/10_ledger.ipynb #c012-e3465f
-class _Books:
+class _Books(_Open):
     "What a ledger's lines add up to, one record at a time."
 
     def __init__(self) -> None:
         self.replies: dict[str, TeacherReply] = {}
-        self.open: dict[tuple[str, int], OpenRequest] = {}
+        super().__init__()
         self.attempts: Counter[str] = Counter()
         self.spent = self.reserved = 0
         self.rates: dict[str, tuple[int, int, int]] = {}
@@ -88,6 +114,8 @@ class _Books:
             self.open[request.key, request.attempt] = request
             self.attempts[request.key] = max(request.attempt, self.attempts[request.key])
             self.reserved += _pico(request.reserved_usd, "a reservation")
+        elif record["kind"] == "received":
+            self.came(record)
         elif record["kind"] in ("reply", "release", "settle"):
             self._close(record)
         else:
@@ -95,10 +123,7 @@ class _Books:
 
     def _close(self, record: Mapping[str, Any]) -> None:
         reply = TeacherReply.from_record(record["reply"]) if record["kind"] == "reply" else None
-        request = self.open.pop((record["key"], record["attempt"]), None)
-        if request is None:
-            which = f"request {record['key'][:12]} has no open attempt {record['attempt']}"
-            raise ValueError(f"{which}: write the request first")
+        request = self.close_one(record, reply)
         held = _pico(request.reserved_usd, "a reservation")
         self.reserved -= held
         if reply is None:
@@ -112,35 +137,16 @@ class _Books:
             self.rates[request.teacher] = (old[0] + paid, old[1] + held, old[2] + 1)
 
 # %% ../../nbs/replay/10_ledger.ipynb #c015-0b9bf7
-Item = tuple[Mapping[str, Any], bytes, Future]  # a record, its line, and who waits for it
-
-
-class LedgerInUse(RuntimeError):
-    "Another process, or another replay in this one, writes to this ledger."
-
-
 class NotRecorded(LookupError):
     "An offline ledger was asked for a reply that it does not hold."
 
+
+def _not_recorded(path: Path | None, request: TeacherRequest, state_id: str) -> NotRecorded:
+    who = f"teacher {request.teacher!r} ({request.model}) to state {state_id!r}"
+    remedy = "record it first, with the same messages and settings and without offline"
+    return NotRecorded(f"{path} holds no reply of {who}: {remedy}")
+
 # %% ../../nbs/replay/10_ledger.ipynb #c016-1c0e05
-_FIRST = encode_line({"kind": "composer_nb.ledger", "version": 1})
-
-
-def _split(content: bytes, path: Path) -> tuple[list[bytes], bytes]:
-    """Whole lines after the first one, and what follows the last newline.
-
-    Raises ValueError when it is no ledger.
-    """
-    if not content.startswith(_FIRST):
-        if _FIRST.startswith(content):  # new, or killed while the first line was written
-            return [], b""
-        raise ValueError(
-            f"{path} is no ledger of version 1: it begins with {content[:40]!r}; choose another file name"
-        )
-    *lines, tail = content[len(_FIRST):].split(b"\n")
-    return lines, tail
-
-
 def _load(books: _Books, lines: list[bytes], path: Path) -> None:
     "Apply all lines. Raises ValueError naming file and line of the first that cannot be read."
     for number, line in enumerate(lines, 2):
@@ -153,128 +159,10 @@ def _load(books: _Books, lines: list[bytes], path: Path) -> None:
             raise ValueError(f"{path}:{number} is damaged ({error}); {remedy}") from error
 
 
-def _whole(line: bytes) -> bool:
-    try:
-        return bool(decode_line(line))
-    except ValueError:
-        return False
-
-# %% ../../nbs/replay/10_ledger.ipynb #c017-6f05d5
-def _locked(path: Path) -> FileLock:
-    "The lock beside the file, taken. The system frees it when this process ends, however it ends."
-    lock = FileLock(f"{path.resolve()}.lock", timeout=0, thread_local=False, mode=0o600)
-    try:
-        lock.acquire()
-    except Timeout:
-        remedy = "wait for it, or give this replay a file of its own"
-        raise LedgerInUse(f"{path} is in use by another process: {remedy}") from None
-    return lock
-
-
-def _set_aside(path: Path, tail: bytes) -> None:
-    "Keep the piece of a torn last line in a file beside the ledger, and say so."
-    aside = path.with_name(path.name + ".torn")
-    with open(aside, "ab") as out:
-        out.write(tail + b"\n")
-        out.flush()
-        os.fsync(out.fileno())
-    told = f"{path}: the last line was cut short; its {len(tail)} bytes are now in {aside.name}"
-    warnings.warn(told, stacklevel=6)
-
-
-def _unwritten(error: OSError, path: Path) -> OSError:
-    why = f"{error.strerror}; nothing more is asked until the ledger can be written"
-    return OSError(error.errno, why, str(path))
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest):]
-    os.fsync(fd)
-
-# %% ../../nbs/replay/10_ledger.ipynb #c018-a2de3b
-class _File:
-    "A locked ledger file that is only appended to. `lines`: what it held when it was opened."
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._lock, self._fd = path, _locked(path), None
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            self._read()
-        except BaseException:
-            self.close()
-            raise
-
-    def _read(self) -> None:
-        "A torn last line is moved aside, a whole one gets its newline, a new file its first line."
-        with open(self._fd, "rb", closefd=False) as file:
-            content = file.read()
-        self.lines, tail = _split(content, self.path)
-        torn = tail and not _whole(tail)
-        self._size = len(content) - (len(tail) if torn else 0) if content.startswith(_FIRST) else 0
-        _set_aside(self.path, tail) if torn else None
-        self.lines += [tail] if tail and not torn else []
-        self.append(_FIRST if not self._size else b"\n" if tail and not torn else b"")
-        _sync_folder(self.path.parent)
-
-    def append(self, data: bytes) -> None:
-        "On disk when this returns. An error leaves the file as it was, now or before the next line."
-        if os.fstat(self._fd).st_size != self._size:
-            os.ftruncate(self._fd, self._size)
-        try:
-            _write_all(self._fd, data)
-        except OSError as error:
-            os.ftruncate(self._fd, self._size)
-            raise _unwritten(error, self.path) from error
-        self._size += len(data)
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-        self._lock.release()
-
-# %% ../../nbs/replay/10_ledger.ipynb #c021-c20b56
-class _Writer:
-    "One thread that puts lines on disk: all that wait at the moment share one write and one sync."
-
-    def __init__(self, file: _File | None, settle: Callable[[list[Item], OSError | None], None]) -> None:
-        self.file, self.settle, self.syncs = file, settle, 0
-        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, record: Mapping[str, Any]) -> Future:
-        "Hand over a record; its future is done once it is on disk."
-        future: Future = Future()
-        future.set_running_or_notify_cancel()  # from here on nobody can take it back
-        self._queue.put((record, encode_line(record), future))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
-            self._thread.start()
-        return future
-
-    def _write(self) -> None:
-        going = True
-        while going:
-            waiting = [self._queue.get()]
-            while not self._queue.empty():
-                waiting.append(self._queue.get())
-            going, batch = None not in waiting, [item for item in waiting if item is not None]
-            try:
-                if self.file is not None and batch:
-                    self.file.append(b"".join(line for _, line, _ in batch))
-                    self.syncs += 1
-            except OSError as error:
-                self.settle(batch, error)
-            else:
-                self.settle(batch, None)
-
-    def finish(self) -> None:
-        "Write what waits. Nothing may be put afterwards."
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+def _check_room(file: _File | None) -> None:
+    if file is not None and file.is_full:
+        told = "the disk is full; what was in flight is written, and nothing more is asked"
+        raise OSError(errno.ENOSPC, told, str(file.path))
 
 # %% ../../nbs/replay/10_ledger.ipynb #c022-e89580
 class _Desk:
@@ -288,6 +176,7 @@ class _Desk:
     def open(self, request: TeacherRequest, reserved_usd: float, state_id: str) -> Future:
         key = request.key
         _pico(reserved_usd, "a reservation")
+        _check_room(self.writer.file)
         with self.lock:
             self.books.attempts[key] += 1
             facts = {"teacher": request.teacher, "model": request.model, "state_id": state_id}
@@ -360,14 +249,8 @@ class Recording:
         return len(self._books.replies)
 
 # %% ../../nbs/replay/10_ledger.ipynb #c025-9297f7
-def _not_recorded(path: Path | None, request: TeacherRequest, state_id: str) -> NotRecorded:
-    who = f"teacher {request.teacher!r} ({request.model}) to state {state_id!r}"
-    remedy = "record it first, with the same messages and settings and without offline"
-    return NotRecorded(f"{path} holds no reply of {who}: {remedy}")
-
-
 class _Writes:
-    "The three things that are written, each awaited or, with `_sync`, without an event loop."
+    "The things that are written, each awaited or, with `_sync`, without an event loop."
 
     _desk: _Desk
 
@@ -401,6 +284,48 @@ class _Writes:
         record = replace(reply, cost_usd=bill_of(reply)).to_record()
         return self._desk.close("reply", reply.key, attempt, reply=record)
 
+# %% ../../nbs/replay/10_ledger.ipynb #c025-bytes
+ROOM = 1 << 18  # bytes of the disk held for what one call in flight may bring
+
+
+class _Bytes:
+    "What came over the wire: written, found again, and the room for it."
+
+    _books: _Books
+    _desk: _Desk
+
+    async def received(self, request: TeacherRequest, attempt: int, what: Attempt) -> None:
+        "Write what came, before anything reads it; back once on disk."
+        record = {"kind": "received", "key": request.key, "attempt": attempt, "what": attempt_record(what)}
+        with self._desk.lock:
+            self._books.open_one(record)
+            future = self._desk._put(record)
+        await asyncio.wrap_future(future)
+
+    def unread(self, key: str) -> tuple[int, list[Attempt]] | None:
+        "The last open attempt at this question of which something came, and what came; None without one."
+        with self._desk.lock:
+            return self._books.received.last(key, self._numbers(key, is_open=True))
+
+    def kept(self, key: str) -> list[Attempt] | None:
+        "What came when the last reply to this question was skipped; None for another, or if nothing came."
+        with self._desk.lock:
+            found = self._books.received.last(key, self._numbers(key, is_open=False))
+        return found and found[1]
+
+    def set_room_aside(self, calls: int) -> None:
+        """Hold disk space for the answers of so many calls at once, `ROOM` bytes each, until this is closed.
+
+        On a disk that fills up they are written there, and then no further request is. Raises OSError when
+        there is no room now.
+        """
+        if (file := self._desk.writer.file) is not None:
+            file.room.hold(calls * ROOM)
+
+    def _numbers(self, key: str, is_open: bool) -> list[int]:
+        every = range(1, self._books.attempts[key] + 1)
+        return [number for number in every if ((key, number) in self._books.open) == is_open]
+
 # %% ../../nbs/replay/10_ledger.ipynb #c026-3a2c10
 @contextmanager
 def _one_replay(lock: threading.Lock, path: Path | None) -> Iterator[None]:
@@ -433,7 +358,7 @@ def _loaded(books: _Books, path: Path | None, offline: bool) -> _File | None:
     return file
 
 # %% ../../nbs/replay/10_ledger.ipynb #c027-53b4c5
-class Ledger(Recording, _Writes):
+class Ledger(Recording, _Writes, _Bytes):
     """Requests and replies on disk, written before they are used.
 
     `path` None keeps them in memory: replays refuse it for teachers that cost money. `offline` reads an

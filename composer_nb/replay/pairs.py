@@ -103,7 +103,8 @@ def _pair(
     origin = {"source": state.source, "trace_model": state.model, "is_error_site": state.is_error_site}
     ids = None if state.student_ids is None else list(state.student_ids)
     for name, action in (("chosen", found.winner), ("rejected", state.student_action)):
-        if action_text(parse_action(text := action_text(action))) != text:  # its text spells something else
+        read = parse_action(text := action_text(action))
+        if action_text(read) != text or len(read.tool_calls) < len(action.tool_calls):  # it spells another
             facts[f"{name}_message"] = action_message(action)
     return DPOPair(
         state.state_id,

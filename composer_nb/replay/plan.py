@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from .asking import read_anew
 from .consensus import Consensus, consensus
 from .http_teacher import HTTPTeacher
 from .ledger import Ledger
@@ -183,7 +184,9 @@ def recorded(
         for state in states:
             if not allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
                 continue
-            replies[state.state_id][teacher.name] = reply = ledger.known(teacher.request(state).key)
+            reply = ledger.known((request := teacher.request(state)).key)
+            reply = reply and read_anew(teacher, request, reply, ledger)
+            replies[state.state_id][teacher.name] = reply
             row["questions"] += 1
             if reply is not None and reply.action is not None and reply.outcome == "ok":
                 actions[state.state_id][teacher.name] = reply.action

@@ -20,9 +20,10 @@ __all__ = ['Prompt', 'TeacherRequest', 'TeacherReply', 'TeacherStop', 'OutOfCred
 # %% ../../nbs/replay/01_protocol.ipynb #c007-9becc7
 @dataclass(frozen=True)
 class TeacherRequest:
-    """Everything that shapes a reply, and nothing else: no URL, no key, no price.
+    """Everything that shapes a reply, and nothing else: no key, no price.
 
     `temperature` or `seed` of None leaves the field out. `options`: further fields of the request.
+    `endpoint`: a name for who is asked, such as its address; empty for a model in this process.
     """
 
     teacher: str
@@ -33,11 +34,13 @@ class TeacherRequest:
     temperature: float | None = 0.0
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    endpoint: str = ""
 
     @cached_property
     def key(self) -> str:
         "SHA-256 (hex) of the canonical JSON of all fields: equal questions have equal keys, in any session."
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = fields if self.endpoint else {k: v for k, v in fields.items() if k != "endpoint"}
         return hashlib.sha256(_canonical(fields)).hexdigest()
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import replacing
-from .ledger import _FIRST, _Books, _locked, decode_line, encode_line
+from .append_file import _FIRST, _locked, decode_line, encode_line
+from .ledger import _Books
 
 # %% auto #0
 __all__ = ['Repair', 'repair_ledger']
@@ -35,10 +36,11 @@ class Repair:
     aside: Path | None
 
 
+_SLACK = 32  # bytes by which two requests of one kind differ: digits of a time, of an amount
 _NUMBER = rb"([0-9]{1,12}(?:[.][0-9]{1,20})?(?:e-?[0-9]{1,2})?)[,}]"
 _RESERVED = re.compile(rb'"reserved_usd":' + _NUMBER)
 _BILL = re.compile(rb'"(?:cost_)?usd":' + _NUMBER)
-_CLOSING = tuple(b'"kind":"%s"' % kind for kind in (b"reply", b"release", b"settle"))
+_CLOSING = tuple(b'"kind":"%s"' % kind for kind in (b"received", b"reply", b"release", b"settle"))
 
 
 def _read(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]]:
@@ -53,13 +55,15 @@ def _read(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]]:
 
 # %% ../../nbs/replay/11_repair.ipynb #repai007
 def _rebuilt(records: list[dict[str, Any]], largest: float) -> Iterator[tuple[dict[str, Any], bool]]:
-    "The records, with a request before each that closes none; whether a record is new."
+    "The records, with a request before each that lacks its own; whether a record is new."
     books = _Books()
     for record in records:
-        closes = record["kind"] in ("reply", "release", "settle")
-        if closes and (record["key"], record["attempt"]) not in books.open:
+        of_request = record["kind"] in ("received", "reply", "release", "settle")
+        if of_request and (record["key"], record["attempt"]) not in books.open:
             reply = record.get("reply", {})
-            unknown = record["kind"] == "reply" and reply.get("cost_usd") is None  # the worst case
+            unknown = record["kind"] == "received" or (
+                record["kind"] == "reply" and reply.get("cost_usd") is None
+            )  # the worst case
             request = _request(record["key"], record["attempt"], reply.get("teacher", ""), largest * unknown)
             books.apply(request)
             yield request, True
@@ -71,7 +75,7 @@ def _request(key: str, attempt: int, teacher: str, usd: float) -> dict[str, Any]
     facts = {"teacher": teacher, "model": "", "state_id": "", "at": round(time.time(), 3)}
     return {"kind": "request", "key": key, "attempt": attempt, **facts, "reserved_usd": usd}
 
-
+# %% ../../nbs/replay/11_repair.ipynb #repai007-b
 def _largest(records: list[dict[str, Any]], damaged: list[bytes]) -> float:
     "The largest reservation that can be read, of a damaged line too; 0 where there is none."
     told = [r["reserved_usd"] for r in records if r["kind"] == "request"]
@@ -88,7 +92,7 @@ def _held(
     usd = max((float(told) - least for told in _BILL.findall(line)), default=0.0)
     usd = max(usd, 0.0)
     if line.count(b'{"sum":') > 1 or not any(sign in line[:64] for sign in _CLOSING):
-        usd += largest * max(1, line.count(b'"kind":"request"'), math.ceil(len(line) / shortest))
+        usd += largest * max(1, line.count(b'"kind":"request"'), math.ceil((len(line) - _SLACK) / shortest))
     key = hashlib.sha256(b"%d " % number + line).hexdigest()
     return _request(key, 1, "(damaged line)", usd) if usd else None
 

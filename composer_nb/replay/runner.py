@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from tqdm.auto import tqdm
 
 from .account import Estimate, Replay, _Account
+from .asking import NotWritten, ask_and_keep, read_again, was_refused
 from .budget import Budget
 from .gate import Ask, AskAll, Gate, Plan, Planner
 from .ledger import Ledger, bill_of
@@ -30,7 +31,7 @@ from ..traces import TraceState
 T = TypeVar("T")
 
 # %% auto #0
-__all__ = ['T', 'Check', 'ReplayOptions', 'replay_trace', 'ledgered_reply', 'replay_trace_sync', 'in_thread']
+__all__ = ['T', 'Check', 'ReplayOptions', 'replay_trace', 'replay_trace_sync', 'in_thread']
 
 # %% ../../nbs/replay/23_runner.ipynb #c007-99149e
 class _Admission:
@@ -81,6 +82,7 @@ class _Caller:
         places = {teacher.name: concurrency or count for teacher, count in zip(teachers, own)}
         self.places = {name: asyncio.Semaphore(count) for name, count in places.items()}
         self.width = 2 * sum(places.values())
+        ledger.set_room_aside(sum(places.values())) if any(hasattr(t, "read") for t in teachers) else None
         self.tasks: dict[str, asyncio.Task[TeacherReply | _NoReply]] = {}
 
     async def ask(self, ask: Ask, state_id: str) -> TeacherReply | _NoReply:
@@ -94,6 +96,8 @@ class _Caller:
         async with self.places[ask.teacher.name]:
             if self.ledger.offline:
                 return self.ledger.recorded(ask.request, state_id)
+            if (known := await _unread(ask, self.ledger)) is not None:
+                return known
             if why := await self.admission.admit(ask):
                 return _NoReply("unasked", why)
             bill: float | None = 0.0
@@ -122,15 +126,17 @@ async def _put(
     name = ask.teacher.name
     out.asked[name] += 1
     try:
-        reply = await ask.teacher.reply(ask.request)
+        reply = await ask_and_keep(ask.teacher, ask.request, attempt, ledger)
         if not isinstance(reply, TeacherReply):
             raise TypeError(f"a teacher replies with a TeacherReply, not {type(reply).__name__}")
     except TeacherStop as stop:
         out.stopped.setdefault(name, str(stop))
-        if stop.status is not None and (200 <= stop.status < 300 or stop.status >= 500):
+        if not was_refused(stop):
             return _NoReply("skipped", f"stopped: {stop}"), None
         await ledger.release(ask.request, attempt, str(stop))
         return _NoReply("unasked", f"stopped: {stop}"), 0.0
+    except NotWritten as error:
+        raise error.why from None
     except Exception as error:
         return _NoReply("skipped", f"error: {type(error).__name__}: {error}"), None
     reply = replace(reply, key=ask.request.key, teacher=name)
@@ -138,6 +144,16 @@ async def _put(
     if reply.reason == "other_model":  # and so would be the next, at the same price
         out.stopped.setdefault(name, f"{name}: asked {ask.request.model!r}, answered by {reply.model!r}")
     return reply, bill_of(reply)
+
+# %% ../../nbs/replay/23_runner.ipynb #c009-456f24-b
+async def _unread(ask: Ask, ledger: Ledger) -> TeacherReply | _NoReply | None:
+    "What an earlier run received and did not read; None where nothing is. An answer that fails stays unread."
+    try:
+        return await read_again(ask.teacher, ask.request, ledger)
+    except OSError:
+        raise
+    except Exception as error:
+        return _NoReply("skipped", f"unread: {type(error).__name__}: {error}")
 
 
 def _past_ceiling(worst_usd: float, ceiling: float) -> str:
@@ -410,41 +426,6 @@ def _expected(rows: dict[str, dict[str, float]], ledger: Ledger) -> str:
         if basis
         else "half the worst case, for want of a bill"
     )
-
-# %% ../../nbs/replay/23_runner.ipynb #c022-8f1066
-def ledgered_reply(
-    teacher: Teacher, ledger: Ledger, budget: Budget
-) -> Callable[[TeacherRequest], Awaitable[TeacherReply]]:
-    """`teacher.reply` with its worst case reserved and everything on disk, for questions outside a replay.
-
-    A reply of the ledger is used again, and equal questions at the same time are one; a question that the
-    budget cannot bear is skipped with reason "budget". What the teacher raises is raised.
-    """
-    running: dict[str, asyncio.Task[TeacherReply]] = {}
-
-    async def reply(request: TeacherRequest) -> TeacherReply:
-        if (known := ledger.known(request.key)) is not None:
-            return known
-        if request.key not in running or running[request.key].done():
-            running[request.key] = asyncio.create_task(ask(request))
-        return await asyncio.shield(running[request.key])
-
-    async def ask(request: TeacherRequest) -> TeacherReply:
-        if not budget.reserve(worst := teacher.worst_case_usd(request)):
-            return TeacherReply(request.key, teacher.name, None, "skipped", "budget", cost_usd=0.0)
-        attempt = await ledger.request(request, worst)
-        try:
-            got = await teacher.reply(request)
-        except TeacherStop as stop:
-            if stop.status is None or not (200 <= stop.status < 300 or stop.status >= 500):
-                await ledger.release(request, attempt, str(stop))
-                budget.release(worst)
-            raise
-        await ledger.reply(got, attempt)
-        budget.settle(worst, bill_of(got))
-        return got
-
-    return reply
 
 # %% ../../nbs/replay/23_runner.ipynb #c023-b28029
 def replay_trace_sync(

@@ -6,23 +6,28 @@
 from __future__ import annotations
 
 import functools
+import json
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..redaction.spans import PLACEHOLDERS, kept_pattern
 from .commands import arranged, as_head, from_file, relative
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
 
 # %% auto #0
-__all__ = ['LONGEST', 'DEEPEST', 'words_form', 'command_form', 'run_in']
+__all__ = ['LONGEST', 'DEEPEST', 'words_form', 'command_form', 'run_in', 'only_reads']
 
 # %% ../../nbs/replay/17_shell.ipynb #shl006
 def _word(node: Node) -> Any:
     "The text that a word stands for; a list of parts if the shell still has to expand some."
     parts: list[Any] = []
+    text = node.text.decode("utf-8", "replace")
+    if "{" in text and re.search(r"['\"\\]", text) and ["expand", "{"] in _parts(node):
+        return ["expand", text]  # which of its commas are quoted is lost below
     for part in filter(None, _parts(node)):
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
             parts[-1] += part
@@ -46,11 +51,13 @@ def _parts(node: Node) -> Iterator[Any]:
     elif node.type == "word":
         yield from _bare(text)
     elif node.type in ("simple_expansion", "expansion", "command_substitution", "process_substitution"):
-        yield ["expand", re.sub(r"\A\$\{(\w+)\}\Z", r"$\1", text)]
+        yield ["expand", re.sub(r"\A\$\{([A-Za-z_]\w*|\d)\}\Z", r"$\1", text)]
+    elif node.is_named and node.type not in ("number", "file_descriptor", "variable_name", "test_operator"):
+        yield ["expand", text]  # arithmetic, an array, a pattern: not what the same text is in quotes
     else:
         yield text
 
-
+# %% ../../nbs/replay/17_shell.ipynb #shl006-b
 def _bare(text: str) -> Iterator[Any]:
     "What stands without quotes: an escaped character is itself, a wildcard is none."
     for place, found in enumerate(re.findall(r"\\.|[^\\]", text, re.DOTALL)):
@@ -129,7 +136,8 @@ def _form(node: Node, folder: str) -> Any:
 
 def _told(node: Node) -> list[Node]:
     "Its children, without comments and what only separates."
-    return [child for child in node.children if child.type not in ("comment", ";", "\n")]
+    gone = ("comment", "\n") if node.type == "c_style_for_statement" else ("comment", ";", "\n")
+    return [child for child in node.children if child.type not in gone]
 
 # %% ../../nbs/replay/17_shell.ipynb #shl011
 def _of_last(kind: str, parts: list[Any]) -> list[Any]:
@@ -163,22 +171,22 @@ def _command(node: Node, folder: str) -> list[Any]:
     if words[:1] == ["env"]:
         while len(words) > 1 and isinstance(words[1], str) and re.match(r"\w+=", words[1]):
             given.append(words.pop(1))
-        words = words[1:] if given and len(words) > 1 else words
-    form = words_form([piece for word in words for piece in _spread(word)], folder)
+        words = words[1:] if given and len(words) > 1 and str(words[1]) not in _LASTING else words
+    form = _run([piece for word in words for piece in _spread(word)], folder)
     return ["with", *given, form] if given else form
+
+
+def _run(words: Sequence[Any], folder: str) -> list[Any]:
+    return as_head(["run", *arranged(words, folder)])
 
 
 def words_form(words: Sequence[Any], folder: str = "") -> list[Any]:
     "A command whose words are known, as a program is started without a shell."
-    if (
-        len(words) == 3
-        and words[0] in ("bash", "sh")
-        and words[1] in ("-c", "-lc")
-        and isinstance(words[2], str)
-    ):
-        inner = command_form(words[2], folder)
-        return inner if isinstance(inner, list) else ["run", *words]
-    return as_head(["run", *arranged(words, folder)])
+    match words:
+        case ["bash", "-c" | "-lc", str(text)]:
+            inner = command_form(text, folder)
+            return inner if isinstance(inner, list) else ["run", *words]
+    return _run(words, folder)
 
 # %% ../../nbs/replay/17_shell.ipynb #shl013
 LONGEST, DEEPEST = 20_000, 100  # characters of a command, and levels of its tree
@@ -202,16 +210,20 @@ def command_form(command: str, folder: str = "") -> Any:
     ModuleNotFoundError where tree-sitter is missing.
     """
     text = command.strip()
-    if len(text) > LONGEST:
+    text += command[len(command.rstrip()) :][:1] if text.endswith("\\") else ""  # there a blank counts
+    if len(text) > LONGEST or re.search("[\ud800-\udfff]", text):
         return text
-    hide = functools.partial(_HIDDEN.sub, "\ue000\\1\ue001")
-    root = _parser().parse(hide(text).encode("utf-8", "replace")).root_node
+    root = _parser().parse(_hidden(text).encode("utf-8", "replace")).root_node
     if root.has_error or _too_deep(root):
         return text
-    return _shown(_heard(_placed(root, hide(folder))))
+    return _unwrapped(_shown(_heard(_placed(root, _hidden(folder)))), folder)
 
 # %% ../../nbs/replay/17_shell.ipynb #shl015
-_HIDDEN = re.compile(r"<([A-Z][A-Z0-9_]*)>")  # what redaction has put there, and no redirection
+_HIDDEN = kept_pattern(PLACEHOLDERS)
+
+
+def _hidden(text: str) -> str:
+    return _HIDDEN.sub(lambda found: f"\ue000{found[0][1:-1]}\ue001", text)
 
 
 def _shown(form: Any) -> Any:
@@ -247,14 +259,16 @@ def run_in(place: str, form: Any) -> Any:
 
 def _gone(form: Any, folder: str) -> tuple[str, Any]:
     "The folder to which a `cd` in front leads, and what is run there."
-    match form:
-        case ["list", ["run", "cd", str(to)], "&&", *rest] if rest:
-            return _gone(rest[0] if len(rest) == 1 else ["list", *rest], posixpath.join(folder, to))
-        case ["do", ["run", "cd", str(to)], *rest] if rest and relative(to, folder) == ".":
-            return _gone(rest[0] if len(rest) == 1 else ["do", *rest], folder)
-        case ["do", ["list", ["run", "cd", str(to)], "&&", *more], *rest] if relative(to, folder) == ".":
-            return folder, ["do", more[0] if len(more) == 1 else ["list", *more], *rest]
-    return folder, form
+    while True:
+        match form:
+            case ["list", ["run", "cd", str(to)], "&&", *rest] if rest and to != "-":
+                form, folder = rest[0] if len(rest) == 1 else ["list", *rest], posixpath.join(folder, to)
+            case ["do", ["run", "cd", str(to)], *rest] if rest and relative(to, folder) == ".":
+                form = rest[0] if len(rest) == 1 else ["do", *rest]
+            case ["do", ["list", ["run", "cd", str(to)], "&&", *more], *rest] if relative(to, folder) == ".":
+                return folder, ["do", more[0] if len(more) == 1 else ["list", *more], *rest]
+            case _:
+                return folder, form
 
 # %% ../../nbs/replay/17_shell.ipynb #shl017
 def _moves(form: Any) -> bool:
@@ -265,6 +279,31 @@ def _moves(form: Any) -> bool:
     return here or any(map(_moves, form))
 
 
+_LASTING = set("""cd pushd popd source . eval exec exit return set shopt unset alias unalias export declare
+typeset readonly trap ulimit umask read mapfile readarray let printf : wait jobs fg bg disown""".split())
+
+
+def _passing(form: Any) -> bool:
+    "Whether nothing of a command outlives the shell that runs it."
+    match form:
+        case ["run", str(name), *words]:
+            return name not in _LASTING and not _expanded(words)
+        case ["with", *_, inner]:
+            return _passing(inner)
+        case ["do" | "list" | "pipeline" | "redirected_statement", *parts]:
+            between = ("&&", "||", "|", "|&")
+            return all(p in between or p[0] in ("file", "heredoc") or _passing(p) for p in parts)
+    return False
+
+
+def _unwrapped(form: Any, folder: str) -> Any:
+    "What `bash -c` runs, in place of it."
+    match form:
+        case ["run", "bash", "-c", str(text)] if _passing(inner := command_form(text, folder)):
+            return inner
+    return form
+
+# %% ../../nbs/replay/17_shell.ipynb #shl017-b
 def _heard(form: Any) -> Any:
     "Without `2>&1` where nothing takes the output away: an agent is shown both streams."
     match form:
@@ -275,3 +314,44 @@ def _heard(form: Any) -> Any:
         case ["redirected_statement", inner, ["file", "2", ">&", "1"]]:
             return inner
     return form
+
+# %% ../../nbs/replay/17_shell.ipynb #shl019c
+_READING = set("ls cat head tail grep rg wc pwd echo printf which stat du df diff cd pytest mypy".split())
+_STARTING = ("-delete", "-exec", "-ok", "-fprint", "-fls")  # of `find`
+_LOOKING = ("status", "log", "diff", "show", "blame", "ls-files", "rev-parse")  # of git
+
+
+def only_reads(form: Any) -> bool:
+    "Whether a command's form is of commands that are known to write no file of a project."
+    match form:
+        case ["run", *words]:
+            return _only_reading(words) and not re.search(r"\(|`", json.dumps(_expanded(words)))
+        case ["in", _, inner]:
+            return only_reads(inner)
+        case ["with", *given, inner]:
+            return not _expanded(given) and only_reads(inner)
+        case ["do" | "list" | "pipeline" | "redirected_statement", *parts]:
+            return all(part in ("&&", "||", "|", "|&") or only_reads(part) for part in parts)
+        case ["file", *how, str(where)]:
+            return where == "/dev/null" or how == ["<"] or (how[-1] == ">&" and where in ("1", "2"))
+    return False
+
+
+def _only_reading(words: Sequence[Any]) -> bool:
+    match words:
+        case ["find", *rest]:
+            return not any(str(word).startswith(_STARTING) for word in rest)
+        case ["git", str(what), *rest]:
+            return what in _LOOKING and not any(str(word).startswith("--output") for word in rest)
+        case ["sed", ["-n"], str(what), str(_)]:
+            return re.fullmatch(r"[\d,$]+p", what) is not None
+        case ["python" | "python3", "-m", "pytest", *rest]:
+            return _only_reading(["pytest", *rest])
+        case [str(name), *rest] if name in _READING:
+            return name != "pytest" or not re.search("update|snapshot|regen|basetemp|junit", str(rest))
+    return False
+
+
+def _expanded(words: Sequence[Any]) -> list[Any]:
+    "What the shell has still to expand."
+    return [word for word in words if isinstance(word, list) and word[:1] in (["word"], ["expand"], ["keep"])]

@@ -17,10 +17,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..replay.asking import ledgered_reply
 from ..replay.budget import Budget
 from ..replay.ledger import Ledger
 from ..replay.protocol import Teacher, TeacherReply, TeacherRequest, TeacherStop
-from ..replay.runner import in_thread, ledgered_reply
+from ..replay.runner import in_thread
 from .contract import Episode, EpisodeLost, TaskFamily
 from ..traces.state import Action, TraceState
 

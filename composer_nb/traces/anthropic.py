@@ -73,7 +73,8 @@ def openai_record(record: Mapping[str, Any], skipped: Counter[str]) -> dict[str,
     system = content_text(request.get("system"))
     messages = [{"role": "system", "content": system}] if system else []
     for message in request["messages"]:
-        messages += [m for m in openai_messages(message, skipped) if m["content"] or m.get("tool_calls")]
+        told = openai_messages(message, skipped)
+        messages += [m for m in told if m["role"] == "tool" or m["content"] or m.get("tool_calls")]
     messages = _answered(messages, skipped)
     model = text_or(request.get("model")) or text_or(record.get("model"))
     made = {"messages": messages, "tools": _tools(request.get("tools"), skipped), "model": model}

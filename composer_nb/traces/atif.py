@@ -51,7 +51,7 @@ def _atif_step(
         spoken = [{"role": step["source"], "content": text}] if text or step["source"] == "user" else []
         return None, (), spoken + [message for message, _ in _atif_results(step, {}, skipped)]
     thought, text = split_thought(text)
-    calls = {call.id: call for call in map(_atif_call, listed(step, "tool_calls"))}
+    calls = _atif_calls(listed(step, "tool_calls"))
     action = Action(text, tuple(calls.values()), text_or(step.get("reasoning_content")) or thought)
     results = _atif_results(step, calls, skipped)
     failed = [message for message, is_error in results if is_error and message["role"] == "tool"]
@@ -61,6 +61,18 @@ def _atif_step(
         failures,
         ([action_message(action)] if action else []) + [message for message, _ in results],
     )
+
+# %% ../../nbs/data/08_atif.ipynb #c007-4c61a1-b
+_UNNAMED = "call_"
+
+
+def _atif_calls(listed: list[Any]) -> dict[str, ToolCall]:
+    "Calls by their ids; one without an id of its own gets a number."
+    calls: dict[str, ToolCall] = {}
+    for number, call in enumerate(map(_atif_call, listed)):
+        id = call.id if call.id and call.id not in calls else f"{_UNNAMED}{number}"
+        calls[id] = replace(call, id=id)
+    return calls
 
 
 def _atif_call(call: Any) -> ToolCall:
@@ -77,11 +89,14 @@ def _atif_results(
     observation = step.get("observation")
     if observation is not None and not isinstance(observation, Mapping):
         raise ValueError(f"observation is {type(observation).__name__}, not an object")
-    found: list[tuple[Message, bool]] = []
+    found, taken = list[tuple[Message, bool]](), set[str]()
     for result in listed(observation or {}, "results"):
         if not isinstance(result, Mapping):
             raise ValueError("a result of the observation is not an object")
         text, id = _atif_text(result.get("content"), skipped), result.get("source_call_id")
+        left = [name for name in calls if name.startswith(_UNNAMED) and name not in taken]
+        id = id or (left[0] if left else id)  # in the order of the calls
+        taken.add(id if isinstance(id, str) else "")
         ours = isinstance(id, str) and id in calls
         message = (
             {"role": "tool", "tool_call_id": id, "content": text}

@@ -20,6 +20,8 @@ from composer_nb.traces.claude_turns import (
     failures_of,
     is_answered,
     message_of,
+    settled,
+    unanswered,
     user_blocks,
 )
 from .ingester import FileIngester, text_or
@@ -336,7 +338,10 @@ def _reply(log: ClaudeLog, record: Record, tree: Tree, place: Place) -> Place:
     blocks = assistant_blocks(content, log.source.report.skipped)
     id = text_or(message.get("id")) or text_or(record.data.get("requestId"))
     if place.turn is None or not id or place.turn.id != id or place.turn.emitted:
-        turn = new_turn(record, message, id, place, tree.thread)
+        if lost := unanswered(place):
+            why = f"{len(lost)} calls before it have no result; they stand as aborted"
+            log.source.repair(record.line, why)
+        turn = new_turn(record, message, id, settled(place), tree.thread)
         log.harvest.release(tree, [t for t in tree.waiting if t is place.turn or is_answered(t)])
         tree.waiting.append(turn)
         place = Place(turn=turn)

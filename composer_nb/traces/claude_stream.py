@@ -5,6 +5,7 @@
 # %% ../../nbs/data/09_claude_stream.ipynb #stream003
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from .conversation import Conversation, counted
 from .ingester import TOOL_ERROR, FileIngester, listed, text_or
 from .lines import Source
 from .prefix import Prefix
-from .state import TraceState
+from .state import ToolCall, TraceState
 
 # %% auto #0
 __all__ = ['MISSING', 'Prompt', 'ClaudeStream', 'ClaudeStreamIngester']
@@ -123,8 +124,17 @@ def _assistant(stream: ClaudeStream, talk: Conversation, line: int, record: Mapp
     for kind, value in blocks:
         if kind == "call":
             turn.call(value.name, value.arguments, value.id)
+            if _moves(value, talk.facts.get("folder", "")):
+                talk.facts.pop("folder", None)
         else:
             (turn.texts if kind == "text" else turn.thoughts).append(value)
+
+# %% ../../nbs/data/09_claude_stream.ipynb #stream007s-b
+def _moves(call: ToolCall, folder: str) -> bool:
+    "Whether a command may leave the shell, which lives on, in another folder than the stream has named."
+    command = call.arguments.get("command") if isinstance(call.arguments, Mapping) else None
+    goes = re.findall(r"(?<![\w./-])(cd|pushd|popd)(?![\w./-])[ \t]*([^\s;&|)]*)", text_or(command))
+    return any(verb != "cd" or where.strip("'\"").rstrip("/") != folder for verb, where in goes)
 
 
 def _prompt(stream: ClaudeStream, talk: Conversation, line: int) -> None:

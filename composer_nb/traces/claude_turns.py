@@ -16,7 +16,7 @@ from .state import Action, Message, ToolCall, ToolFailure, action_message, tool_
 
 # %% auto #0
 __all__ = ['Thread', 'message_of', 'assistant_blocks', 'Result', 'user_blocks', 'Reply', 'Turn', 'is_answered', 'failures_of',
-           'Place', 'Tree']
+           'Place', 'unanswered', 'settled', 'Tree']
 
 # %% ../../nbs/data/06_claude_turns.ipynb #c007-450239
 def message_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Any]]:
@@ -121,7 +121,8 @@ class Reply:
     def add(self, blocks: Sequence[tuple[str, Any]]) -> None:
         """Take the blocks of one more record.
 
-        What an earlier record had, or had the beginning of, is not taken twice.
+        What an earlier record had is not taken twice, and what the last one had the beginning of takes its
+        place: some versions write a reply as it grows.
         """
         for kind, value in blocks:
             if kind == "call":
@@ -131,11 +132,11 @@ class Reply:
 
 
 def _take_text(texts: list[str], new: str) -> None:
-    for i, text in enumerate(texts):
-        if new.startswith(text):
-            texts[i] = new
-            return
-    if new:
+    if not new or new in texts:
+        return
+    if texts and new.startswith(texts[-1]):
+        texts[-1] = new
+    else:
         texts.append(new)
 
 # %% ../../nbs/data/06_claude_turns.ipynb #c019-ac80ef
@@ -229,6 +230,19 @@ class Place:
         return Place(here.context.plus(*rest), added=len(rest))
 
 # %% ../../nbs/data/06_claude_turns.ipynb #c024-b7f682
+def unanswered(place: Place) -> list[str]:
+    "The calls of the turn before a place that have no result there."
+    turn = place.turn
+    return [id for id in turn.reply.calls if id not in place.own and id not in turn.results] if turn else []
+
+
+def settled(place: Place) -> Place:
+    "The place with a result that says *aborted* for each of these calls: another turn begins behind it."
+    lost = unanswered(place)
+    results = {id: Result({"role": "tool", "tool_call_id": id, "content": "aborted"}) for id in lost}
+    return Place(place.base, place.turn, place.own | results, place.trailing, place.added) if lost else place
+
+# %% ../../nbs/data/06_claude_turns.ipynb #c024-b7f682-b
 Thread = tuple[str, bool, str]
 
 

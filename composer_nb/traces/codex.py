@@ -81,9 +81,13 @@ class CodexLog(Conversation):
     exit_codes: bool = False
 
     def states(self) -> Iterator[TraceState]:
+        bad = 0
         for line, record, _ in self.source.records():
+            if self.turn is not None and self.source.report.bad_lines > bad:
+                self.turn.over = True  # a line that was lost may have been a result: nothing joins this turn
             with counted(self.source, line):
                 self.read(line, record)
+            bad = self.source.report.bad_lines
             yield from self.taken()
         self.finish()
         yield from self.taken()
@@ -115,19 +119,25 @@ def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
         log.context = Prefix.of([{"role": "system", "content": text}])
 
 # %% ../../nbs/data/09_codex.ipynb #codex013s
+_BY_PROGRAM = re.compile(
+    r"<(?:environment_context|user_instructions|turn_aborted|user_action|skill\b|permissions|collaboration_mode"
+    r"|INSTRUCTIONS)|# AGENTS\.md instructions"
+)
+
+
 def _event(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "Of what the screen showed, only that the last turns of the user were taken back."
     if payload.get("type") != "thread_rolled_back":
         return
     log.finish()
     messages, turns = list(log.context), payload.get("num_turns")
-    asked = [i for i, m in enumerate(messages) if m["role"] == "user" and not m["content"].startswith("<")]
+    asked = [i for i, m in enumerate(messages) if m["role"] == "user" and not _BY_PROGRAM.match(m["content"])]
     turns = min(turns if isinstance(turns, int) and turns > 0 else 0, len(asked))
     if turns:
         log.context = Prefix.of(messages[: asked[-turns]])
         log.source.repair(line, f"{turns} turns of the user were taken back: the context ends before them")
 
-
+# %% ../../nbs/data/09_codex.ipynb #codex013s-b
 def _settings(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     log.model = text_or(payload.get("model")) or log.model
     log.facts |= {"folder": folder} if (folder := text_or(payload.get("cwd"))) else {}
@@ -155,11 +165,14 @@ def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 def take_item(talk: Conversation, line: int, item: Mapping[str, Any], exit_codes: bool = False) -> None:
     "One item of the model's input or output. Raises ValueError for one of another shape."
     kind = text_or(item.get("type"))
+    is_said = kind == "message" and item.get("role") != "assistant"
+    if talk.turn is not None and (kind in OUTPUTS or is_said):
+        talk.turn.over = True  # also where the item cannot be read
     if kind in OUTPUTS:
         output = Output.of(item.get("output"))
         failed = TOOL_ERROR if output.failed else "exit_code" if exit_codes and output.exit_code else ""
         talk.result(line, text_or(item.get("call_id") or item.get("id")), output.text, failed)
-    elif kind == "message" and item.get("role") != "assistant":
+    elif is_said:
         talk.said(_said(item))
     elif kind in ITEMS:
         _grow(talk.acts(line), kind, item)

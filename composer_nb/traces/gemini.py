@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -114,12 +115,15 @@ def take_content(talk: Conversation, line: int, role: Any, content: Any, name: s
         raise ValueError(f"a content has role {role!r}, not user or model")
 
 # %% ../../nbs/data/09_gemini.ipynb #gemini012
+_COMMAND = re.compile(r"\s*(?:/[a-z?][\w:-]*(?:\s|\Z)|\?\s*\Z)")  # and no path, and no question
+
+
 def take_message(talk: Conversation, line: int, message: Mapping[str, Any], name: str) -> None:
     "One message of a session. Raises ValueError for another shape."
     kind, skipped = message.get("type"), talk.source.report.skipped
     if kind == "user":
         text = user_parts(parts_of(message.get("content")), Counter())[1] or ""
-        if text.lstrip().startswith(("/", "?")):
+        if _COMMAND.match(text):
             skipped["command to the CLI"] += 1
         else:
             take_content(talk, line, "user", message.get("content"), name)

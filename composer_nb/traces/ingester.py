@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 from tqdm.auto import tqdm
 
 from .lines import IngestReport, Source
-from .state import TraceState, content_text
+from .state import LATE_THOUGHT, TraceState, content_text
 
 # %% auto #0
 __all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'own_records', 'log_files',
@@ -190,8 +190,8 @@ _THOUGHT = re.compile(r"\A\s*<think(?:ing)?>(.*?)</think(?:ing)?>\s*", re.DOTALL
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    "A thought that a text begins with, and the rest."
-    found = _THOUGHT.match(text)
+    "A thought that a text begins with, also one whose opening tag was in the prompt, and the rest."
+    found = _THOUGHT.match(text) or LATE_THOUGHT.match(text)
     return (found[1].strip(), text[found.end():]) if found else ("", text)
 
 # %% ../../nbs/data/05_ingester.ipynb #c017-35b131

@@ -66,7 +66,11 @@ def take(talk: Conversation, line: int, number: int, said: Any) -> None:
         for result in _RESPONSE.findall(text) or [text]:
             turn = talk.turn
             open_ = [id for id in turn.calls if id not in turn.results] if turn is not None else []
-            talk.result(line, open_[0] if open_ else "", result)
+            if open_:
+                talk.result(line, open_[0], result)
+            else:  # of a call in a form that is not read: what came back was seen all the same
+                talk.source.report.skipped["result without a call, stands as a user's text"] += 1
+                talk.said({"role": "user", "content": result})
     else:
         raise ValueError(f"entry {number} is from {by!r}; known: {', '.join((*USERS, *AGENTS, *TOOLS))}")
 

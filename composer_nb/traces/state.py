@@ -18,9 +18,9 @@ from ..files import replacing
 Message = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Message', 'ToolCall', 'Action', 'tool_call', 'ToolFailure', 'vendor_of', 'TraceState', 'action_message',
-           'message_action', 'content_text', 'action_text', 'parse_action', 'state_record', 'record_state',
-           'save_states', 'load_states']
+__all__ = ['Message', 'NESTED', 'LATE_THOUGHT', 'ToolCall', 'Action', 'tool_call', 'ToolFailure', 'vendor_of', 'TraceState',
+           'action_message', 'message_action', 'content_text', 'action_text', 'parse_action', 'state_record',
+           'record_state', 'save_states', 'load_states']
 
 # %% ../../nbs/data/02_traces.ipynb #c007-037696
 @dataclass(frozen=True)
@@ -46,11 +46,15 @@ class Action:
 
 
 def tool_call(name: str, arguments: Mapping[str, Any] | str | None = None, id: str = "") -> ToolCall:
-    "A `ToolCall` from the wire: arguments that are the text of a JSON object are decoded."
+    """A `ToolCall` from the wire: arguments that are the text of a JSON object are decoded.
+
+    Those nested deeper than `NESTED` become or stay a text, which can be written and compared.
+    """
     if isinstance(arguments, str):
         decoded = _json_object(arguments)
         return ToolCall(name, arguments if decoded is None else decoded, id)
-    return ToolCall(name, dict(arguments or {}), id)
+    given = dict(arguments or {})
+    return ToolCall(name, json.dumps(given) if _nested(given) else given, id)
 
 # %% ../../nbs/data/02_traces.ipynb #c007-037696s
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
@@ -77,7 +81,21 @@ def _json_object(text: str) -> dict[str, Any] | None:
         value = _mended(value) if _ESCAPED_HALF.search(text) else value
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and not _nested(value) else None
+
+
+NESTED = 100  # levels of lists and objects in the arguments of a call
+
+
+def _nested(value: Any) -> bool:
+    "Whether lists and objects lie in each other deeper than `NESTED`."
+    level = [value]
+    for _ in range(NESTED):
+        level = [inner for one in level if isinstance(one, (dict, list))
+                 for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+        if not level:
+            return False
+    return any(isinstance(one, (dict, list)) for one in level)
 
 # %% ../../nbs/data/02_traces.ipynb #c011-faad0d
 @dataclass(frozen=True)
@@ -230,13 +248,16 @@ def action_text(action: Action, *, thinking: bool = False) -> str:
 
 # %% ../../nbs/data/02_traces.ipynb #c028-23789d
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_THOUGHT = re.compile(r"<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
+_THOUGHT = re.compile(r"^[ \t]*<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL | re.MULTILINE)
+LATE_THOUGHT = re.compile(r"\A((?:(?!<think).)*?)\n[ \t]*</think(?:ing)?>[ \t]*(?:\n\s*|\Z)", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 
 
 def parse_action(text: str) -> Action:
     "The action that a sampled text spells. What is not a readable call stays text, so nothing is lost."
-    thinking = "\n".join(found.strip() for found in _THOUGHT.findall(text))
+    late = LATE_THOUGHT.match(text)  # its opening tag was in the prompt
+    thoughts, text = ([late[1]], text[late.end():]) if late else ([], text)
+    thinking = "\n".join(found.strip() for found in [*thoughts, *_THOUGHT.findall(text)])
     text = _THOUGHT.sub("", text).strip()
     if bare := _text_call(_FENCE.sub(r"\1", text)):
         return Action("", (bare,), thinking)
