@@ -89,8 +89,8 @@ book: $(DEV_STAMP) ## build the book with warnings as errors
 	@$(VENV)/bin/jupyter-book build --all -W -n --keep-going .
 
 .PHONY: pytest
-pytest: $(DEV_STAMP) model ## tests, parity first; there a skip is a failure
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --durations=40
+pytest: $(DEV_STAMP) model ## tests; in parity a skip is a failure, and nothing gets a second chance
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_tests.py -n 3 --dist loadfile --durations=40
 
 .PHONY: smoke
 smoke: $(DEV_STAMP) model ## every spike with smoke=True, three at a time, one thread each; 006 runs in `lone`

@@ -18,18 +18,22 @@ __all__ = ['replacing', 'write_bytes', 'write_text', 'sha256_of']
 
 # %% ../nbs/data/01_files.ipynb #55075879
 @contextmanager
-def replacing(path: str | os.PathLike[str], mode: str = "wb", *, sync: bool = False) -> Iterator[IO[Any]]:
+def replacing(
+    path: str | os.PathLike[str], mode: str = "wb", *, sync: bool = False, parents: bool = True
+) -> Iterator[IO[Any]]:
     """An open file that becomes `path` when the block ends, and vanishes when it raises.
 
-    `mode` is "wb" or "w" (UTF-8). The folder is made if it is missing. Errors: ValueError for another
-    mode, OSError.
+    `mode` is "wb" or "w" (UTF-8). The folder is made if it is missing, unless `parents=False`: what
+    belongs on a mount must not be written below the place where the mount was. Errors: ValueError for
+    another mode, OSError (FileNotFoundError where the folder is missing).
     """
     if mode not in ("wb", "w"):
         raise ValueError(
             f"mode is 'wb' or 'w', got {mode!r}: a file that is replaced whole is neither read nor extended"
         )
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with open(building, mode, encoding=None if "b" in mode else "utf-8") as file:
@@ -57,10 +61,11 @@ def _sync_folder(folder: Path) -> None:
 
 # %% ../nbs/data/01_files.ipynb #3661b36d
 def write_bytes(
-    path: str | os.PathLike[str], data: bytes | bytearray | memoryview, *, sync: bool = False
+    path: str | os.PathLike[str], data: bytes | bytearray | memoryview, *, sync: bool = False,
+    parents: bool = True,
 ) -> Path:
     "Put `data` (any number of bytes) at `path`, whole or not at all; returns the path."
-    with replacing(path, sync=sync) as file:
+    with replacing(path, sync=sync, parents=parents) as file:
         file.write(data)
     return Path(path)
 

@@ -46,6 +46,7 @@ LEFT_OUT = re.compile(r"^#\s*\|\s*(slow|gpu|eval:\s*false)\b", re.MULTILINE)
 NEVER_INHERITED = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_ARCHIVE", "COMPOSER_NB_WHEELHOUSE", "COMPOSER_NB_BOOK"
 )  # fmt: skip
+SECOND_CHANCES = 2  # pages that may run once more, alone
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -431,6 +432,26 @@ def run_all(
     return results
 
 
+def once_more(
+    jobs: Sequence[Job], results: list[Result], envs: Environments, sources: Sources, folder: Path, limit_s: float
+) -> list[Result]:  # fmt: skip
+    """The results, where up to `SECOND_CHANCES` pages that failed beside others have run once more, alone.
+
+    Pages with drills kill processes and wait for clocks, and what only fails while three pages share two
+    cores is said and does not end the run. More failures than that are no accident and stay.
+    """
+    failed = [result for result in results if result.reason]
+    if not 0 < len(failed) <= SECOND_CHANCES:
+        return results
+    again = [job for job in jobs if job.page in {result.page for result in failed}]
+    print(f"\nonce more, alone: {', '.join(job.page for job in again)}", flush=True)
+    second = run_all(again, envs, sources, folder / "once more", 1, limit_s)
+    for first in failed:
+        if any(result.page == first.page and not result.reason for result in second):
+            print(f"UNSTEADY {first.page}: ran the second time; the first time: {first.reason}", flush=True)
+    return [result for result in results if not result.reason] + second
+
+
 def report(results: Sequence[Result], chapters: Sequence[str], python: str) -> dict[str, object]:
     """What `book/lone.json` holds."""
     done = {r.page: r for r in results}
@@ -489,7 +510,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             archive = pack_book(root, Path(temporary) / f"composer_nb-{version()}.tar.gz")
             sources = Sources(archive, pins=root / "constraints.txt" if own else None)
         envs = Environments(folder, sys.executable if own else args.python, base)
-        results = run_all(jobs, envs, sources, Path(temporary) / "pages", args.workers, args.limit, args.fork)
+        places = Path(temporary) / "pages"
+        results = run_all(jobs, envs, sources, places, args.workers, args.limit, args.fork)
+        results = once_more(jobs, results, envs, sources, places, args.limit)
     code = "import platform; print(platform.python_version())"
     python = subprocess.run(
         [args.python, "-c", code], capture_output=True, text=True, check=True

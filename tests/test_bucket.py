@@ -45,6 +45,7 @@ from composer_nb.diloco.store import (
     explain,
     open_bucket,
 )
+from composer_nb.diloco.store.folder import FolderStore, Root
 from composer_nb.drills.damage import DAMAGE, RESEALABLE, damage, damage_drill
 from composer_nb.drills.races import bytes_of, races, tally
 from composer_nb.drills.s3_server import local_s3, losing
@@ -641,6 +642,30 @@ def test_a_folder_that_vanishes_is_not_an_empty_one(tmp_path):
     with pytest.raises(BucketUnavailable):
         bucket.put("k", b"")
     assert not any((tmp_path / "b").iterdir())
+
+
+@pytest.mark.parametrize("write", ["put", "create", "move"])
+def test_a_folder_that_vanishes_in_the_middle_of_a_write_is_not_made_anew(tmp_path, monkeypatch, write):
+    """The moment between the look at the folder and the write: a mount drops there, and comes back later."""
+    store = FolderStore(str(tmp_path / "b"))
+    store.put("old", b"x")
+    find = Root.path_to_write
+
+    def find_and_lose(root, key):
+        path = find(root, key)
+        (tmp_path / "b").rename(tmp_path / "elsewhere")
+        return path
+
+    monkeypatch.setattr(Root, "path_to_write", find_and_lose)
+    attempts = {"put": lambda: store.put("run/7/k", b"new"), "create": lambda: store.create("run/7/k", b"new", ""),
+                "move": lambda: store.move("old", "run/7/k")}  # fmt: skip
+    with pytest.raises(BucketUnavailable, match="has gone or was replaced"):
+        attempts[write]()
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "b")
+    monkeypatch.undo()
+    store.put("run/7/k", b"newer")
+    assert store.get("run/7/k") == b"newer" and store.get("old") == b"x"
 
 
 def test_no_hard_links(tmp_path, monkeypatch):

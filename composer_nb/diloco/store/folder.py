@@ -54,7 +54,7 @@ class Root:
             here = os.path.join(here, part)
             with suppress(FileExistsError):
                 os.mkdir(here)
-        if not os.path.isdir(here):
+        if os.path.exists(here) and not os.path.isdir(here):
             raise NotADirectoryError(errno.ENOTDIR, "is a key, and no folder of keys")
         return os.path.join(here, name)
 
@@ -150,14 +150,17 @@ class FolderStore:
         probe_links(self.root.place)
 
     def put(self, key: str, data: bytes) -> None:
-        write_bytes(self.root.path_to_write(key), data, sync=True)
-        self.root.alive()
+        with _writing(self.root, key) as path:
+            write_bytes(path, data, sync=True, parents=False)
 
     def create(self, key: str, data: bytes, mark: str) -> bool:
         path = self.root.path(key)
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, "is a folder of other keys")
-        return not os.path.exists(path) and link_once(self.root.path_to_write(key), data)
+        if os.path.exists(path):
+            return False
+        with _writing(self.root, key) as path:
+            return link_once(path, data)
 
     def get(self, key: str) -> bytes:
         with _reading(self.root, key) as path, open(path, "rb", buffering=0) as file:
@@ -175,14 +178,24 @@ class FolderStore:
             os.unlink(path)
 
     def move(self, key: str, to: str) -> None:
-        target = self.root.path_to_write(to)
-        with _reading(self.root, key) as path:
+        with _writing(self.root, to) as target, _reading(self.root, key) as path:
             os.replace(path, target)
 
     def sweep(self, older_than_s: float) -> int:
         return sweep_parts(self.root.place, older_than_s)
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #6555dc78
+@contextmanager
+def _writing(root: Root, key: str) -> Iterator[str]:
+    "The path of a key to be written. Raises BucketUnavailable where the folder has gone, or goes meanwhile."
+    try:
+        yield root.path_to_write(key)
+    except FileNotFoundError:
+        root.alive()
+        raise
+    root.alive()
+
+
 @contextmanager
 def _reading(root: Root, key: str) -> Iterator[str]:
     "The path of a key; what is not a file is not found, unless the whole folder is gone."
