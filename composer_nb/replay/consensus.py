@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from ..traces.tools import misfits
 
 # %% auto #0
 __all__ = ['Outcome', 'Replies', 'TextJudge', 'exact', 'judge_name', 'EmbeddingJudge', 'hidden_state_embedder', 'LLMJudge',
-           'visible_text', 'Consensus', 'consensus', 'replies_of', 'check_teachers']
+           'visible_text', 'Consensus', 'consensus', 'shortest', 'Ballot', 'ballot', 'alike', 'as_given', 'replies_of',
+           'check_teachers']
 
 # %% ../../nbs/replay/30_consensus.ipynb #c007-616934
 class TextJudge(Protocol):
@@ -143,7 +144,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 # %% ../../nbs/replay/30_consensus.ipynb #c017-d3bc5d
-Outcome = Literal["pair", "unlike", "student_agrees", "tie", "below_threshold", "no_replies"]
+Outcome = Literal["pair", "unlike", "student_agrees", "no_better", "tie", "below_threshold", "no_replies"]
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Consensus:
     """What the teachers' replies to one state come to.
 
     `votes`: canonical form of each group's member with the shortest text, and the group's teachers; largest
-    group first. `winner`: that member of the first group, None when there is no group or the top is
-    contested.
+    group first, or the best one where a check decided (`decided_by`). `winner`: that member of the first
+    group, None when there is no group or the top is contested. `scores`: what the check gave each form.
     """
 
     state_id: str
@@ -163,10 +164,13 @@ class Consensus:
     abstentions: tuple[str, ...] = ()
     contested: bool = False
     invalid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    decided_by: str = "votes"
+    scores: Mapping[str, float] = field(default_factory=dict)
+    student_score: float | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        "Teachers in each group, largest first."
+        "Teachers in each group, in the order of `votes`."
         return tuple(map(len, self.votes.values()))
 
 # %% ../../nbs/replay/30_consensus.ipynb #c018-e317b8
@@ -220,23 +224,19 @@ def consensus(
     check_teachers(
         threshold, min_margin, list(replies) if teachers is None else teachers, replies, state.state_id
     )
-    able = {name: action for name, given in sorted(replies.items()) if (action := _able(given))}
-    invalid = _invalid(able, state)
-    able = {name: action for name, action in able.items() if name not in invalid}
-    same, spell = _same(judge, state), speller(state, ordered=ordered)
-    forms = _forms(able, spell)
+    able, forms, spell, abstentions, invalid = ballot(state, replies, ordered=ordered)
+    same = _same(judge, state)
     groups, contested = _groups(forms, same)
-    abstentions = tuple(sorted(set(replies) - set(able)))
     if not groups:
         return Consensus(state.state_id, "no_replies", abstentions=abstentions, invalid=invalid)
     voters = [tuple(sorted(name for form in group for name in forms[form])) for group in groups]
-    best = [_shortest(able, names) for names in voters]
+    best = [shortest(able, names) for names in voters]
     votes = {spell(able[name]): names for name, names in zip(best, voters)}
     student = spell(state.student_action)
     agrees = any(student == form or same(*sorted((student, form))) for form in groups[0])
     outcome = _outcome([*map(len, voters), 0], threshold, min_margin, contested, agrees)
-    winner, winner_from = (None, "") if contested else (_as_given(replies[best[0]]), best[0])
-    if outcome == "pair" and not unlike and not _alike(able[best[0]], state.student_action):
+    winner, winner_from = (None, "") if contested else (as_given(replies[best[0]]), best[0])
+    if outcome == "pair" and not unlike and not alike(able[best[0]], state.student_action):
         outcome = "unlike"
     return Consensus(state.state_id, outcome, votes, winner, winner_from, abstentions, contested, invalid)
 
@@ -261,9 +261,29 @@ def _forms(able: Mapping[str, Action], spell: Callable[[Action], str]) -> dict[s
     return forms
 
 
-def _shortest(able: Mapping[str, Action], names: Sequence[str]) -> str:
+def shortest(able: Mapping[str, Action], names: Sequence[str]) -> str:
     "The teacher whose text is shortest, then first in the alphabet."
     return min((len(text := action_text(able[name])), text, name) for name in names)[-1]
+
+# %% ../../nbs/replay/30_consensus.ipynb #c022-ballot0
+class Ballot(NamedTuple):
+    "The replies to one state that count: a teacher whose call cannot be read, or fits no tool, abstains."
+
+    able: dict[str, Action]  # by teacher
+    forms: dict[str, list[str]]  # canonical form to its teachers
+    spell: Callable[[Action], str]
+    abstentions: tuple[str, ...]
+    invalid: dict[str, tuple[str, ...]]  # teachers whose calls fit no tool, and why
+
+
+def ballot(state: TraceState, actions: Replies, *, ordered: bool = False) -> Ballot:
+    "The replies that count. Raises ValueError when one teacher comes twice."
+    replies = replies_of(actions, state.state_id)
+    able = {name: action for name, given in sorted(replies.items()) if (action := _able(given))}
+    invalid = _invalid(able, state)
+    able = {name: action for name, action in able.items() if name not in invalid}
+    spell = speller(state, ordered=ordered)
+    return Ballot(able, _forms(able, spell), spell, tuple(sorted(set(replies) - set(able))), invalid)
 
 # %% ../../nbs/replay/30_consensus.ipynb #c022-able00
 def _able(given: Action | str | None) -> Action | None:
@@ -282,12 +302,13 @@ def _invalid(able: Mapping[str, Action], state: TraceState) -> dict[str, tuple[s
     return {name: why for name, why in faults.items() if why}
 
 
-def _alike(chosen: Action, rejected: Action) -> bool:
+def alike(chosen: Action, rejected: Action) -> bool:
     "Whether both call tools, or neither does."
     return bool(chosen.tool_calls) == bool(rejected.tool_calls)
 
 
-def _as_given(action: Action | str) -> Action:
+def as_given(action: Action | str) -> Action:
+    "A reply as an action; a text is read for the calls in it."
     return parse_action(action) if isinstance(action, str) else action
 
 # %% ../../nbs/replay/30_consensus.ipynb #c023-89fb4d

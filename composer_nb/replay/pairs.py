@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batch import DPOPair
 from .actions import speller
+from .arbiter import Arbiter, arbitrate
 from composer_nb.replay.consensus import (
     Consensus,
     Outcome,
@@ -36,13 +37,17 @@ TeacherActions = Mapping[str, Replies]
 
 
 class VoteOptions(TypedDict, total=False):
-    "How teachers vote; `consensus` has the meanings and the defaults."
+    """How a state is decided: by `arbiter` where actions can be tried (`passing` as in `arbitrate`), else by
+    votes; `consensus` has the meanings and the defaults.
+    """
 
     judge: TextJudge
     min_margin: int
     ordered: bool
     teachers: Sequence[str] | None
     unlike: bool
+    arbiter: Arbiter | None
+    passing: float
 
 # %% ../../nbs/replay/32_pairs.ipynb #c007-pairs0
 def extract_dpo_pairs(
@@ -55,12 +60,12 @@ def extract_dpo_pairs(
     **vote: Unpack[VoteOptions],
 ) -> list[DPOPair]:
     """One pair for each state where at least `agreement_threshold` teachers agree with each other and not
-    with the student.
+    with the student, or, given an `arbiter`, where a teacher's action passes and does better.
 
     `teacher_actions`: state id to {teacher: action}, or an object with that mapping as `.actions`. `render`:
-    action to text. `vote`: `judge`, `min_margin`, `ordered`, `unlike` as in `consensus`, and `teachers`,
-    everyone who could have been asked, by default all who occur. Raises ValueError for duplicate or unknown
-    state ids and as `consensus` does.
+    action to text. `vote`: `judge`, `min_margin`, `ordered`, `unlike` as in `consensus`, `arbiter` and
+    `passing` as in `arbitrate`, and `teachers`, everyone who could have been asked, by default all who occur.
+    Raises ValueError for duplicate or unknown state ids and as `consensus` and `arbitrate` do.
     """
     pairs, ordered, teachers = [], vote.get("ordered", False), vote.get("teachers")
     facts = {"judge": judge_name(vote.get("judge", exact)), "threshold": agreement_threshold}
@@ -83,6 +88,7 @@ def _votes(found: Consensus, teachers: Sequence[str]) -> dict[str, Any]:
     (chosen, agreed), *others = found.votes.items()
     dissented = sorted(name for _, names in others for name in names)
     asked = {*agreed, *dissented, *found.abstentions}
+    trial = {"scores": dict(found.scores), "student_score": found.student_score}
     return {
         "agreed": list(agreed),
         "dissented": dissented,
@@ -90,7 +96,8 @@ def _votes(found: Consensus, teachers: Sequence[str]) -> dict[str, Any]:
         "not_asked": sorted(set(teachers) - asked),
         "chosen_from": found.winner_from,
         "canonical_chosen": chosen,
-    }
+        "decided_by": found.decided_by,
+    } | (trial if found.scores else {})
 
 
 def _pair(
@@ -147,9 +154,11 @@ def _decided(
     *,
     min_margin: int = 1,
     teachers: Sequence[str] | None = None,
+    arbiter: Arbiter | None = None,
+    passing: float = 1.0,
     **options: Any,
 ) -> Iterator[tuple[TraceState, Consensus]]:
-    "Each state with its consensus."
+    "Each state with what a trial says of its replies, or else the votes."
     states, actions = list(states), _actions_of(teacher_actions)
     counts = Counter(state.state_id for state in states)
     if twice := [state_id for state_id, count in counts.items() if count > 1]:
@@ -161,8 +170,14 @@ def _decided(
     everyone = _everyone(actions, teachers)
     check_teachers(threshold, min_margin, everyone)
     options |= {"threshold": threshold, "min_margin": min_margin, "teachers": everyone}
+    if arbiter is None and passing != 1.0:
+        raise ValueError(f"passing={passing} does nothing without an arbiter: pass one, or leave it out")
+    same = {name: options[name] for name in ("ordered", "unlike") if name in options}
     for state in states:
-        yield state, consensus(state, actions.get(state.state_id, {}), **options)
+        replies = replies_of(actions.get(state.state_id, {}), state.state_id)
+        check_teachers(threshold, min_margin, everyone, replies, state.state_id)
+        found = arbiter and arbitrate(state, replies, arbiter, passing=passing, **same)
+        yield state, found or consensus(state, replies, **options)
 
 # %% ../../nbs/replay/32_pairs.ipynb #c015-adffe2
 @dataclass(frozen=True)
