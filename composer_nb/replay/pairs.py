@@ -30,7 +30,7 @@ from .export import student_messages
 from ..traces import Action, TraceState, action_message, action_text, parse_action
 
 # %% auto #0
-__all__ = ['TeacherActions', 'VoteOptions', 'extract_dpo_pairs', 'PairReport', 'consensus_table']
+__all__ = ['TeacherActions', 'VoteOptions', 'extract_dpo_pairs', 'decided', 'PairReport', 'consensus_table']
 
 # %% ../../nbs/replay/32_pairs.ipynb #c007-1b97f8
 TeacherActions = Mapping[str, Replies]
@@ -70,7 +70,7 @@ def extract_dpo_pairs(
     pairs, ordered, teachers = [], vote.get("ordered", False), vote.get("teachers")
     facts = {"judge": judge_name(vote.get("judge", exact)), "threshold": agreement_threshold}
     facts |= {"min_margin": vote.get("min_margin", 1)}
-    for state, found in _decided(states, teacher_actions, agreement_threshold, **vote):
+    for state, found in decided(states, teacher_actions, agreement_threshold, **vote):
         if found.outcome == "pair":
             shown = (
                 state.messages
@@ -147,7 +147,7 @@ def _everyone(teacher_actions: TeacherActions | Any, teachers: Sequence[str] | N
     )
 
 # %% ../../nbs/replay/32_pairs.ipynb #c010-7433c8
-def _decided(
+def decided(
     states: Iterable[TraceState],
     teacher_actions: TeacherActions | Any,
     threshold: int,
@@ -213,7 +213,7 @@ def consensus_table(
     """
     states, reports, none = list(states), [], dict.fromkeys(get_args(Outcome), 0)
     for threshold in thresholds or range(1, len(_everyone(teacher_actions, vote.get("teachers"))) + 1):
-        found = [one for _, one in _decided(states, teacher_actions, threshold, **vote)]
+        found = [one for _, one in decided(states, teacher_actions, threshold, **vote)]
         sizes = Counter(one.sizes[0] for one in found if one.outcome == "pair")
         invalid = Counter(name for one in found for name in one.invalid)
         reports.append(PairReport(threshold, none | Counter(one.outcome for one in found), sizes, invalid))
