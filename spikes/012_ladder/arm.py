@@ -4,6 +4,8 @@ Every arm begins with the weights of the arm `start` and, for a seed, with the s
 rollouts. Prints one line per optimizer step.
 """
 
+import importlib
+import inspect
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from composer_nb.batch import Padding, verified_rows
+from composer_nb.diagnostics import hint_leak_rate
 from composer_nb.files import write_text
 from composer_nb.hints.place import encode, hinted_context_ids, render
 from composer_nb.loss.channels import verified_channel
@@ -38,7 +41,7 @@ from composer_nb.tasks.rollouts import Sampling, sampler
 from composer_nb.tasks.tool_calls import ToolQuestion, grade, hint_for, split_by_function
 from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer, Feedback
 from composer_nb.training.supervised_start import supervised_start
-from composer_nb.training.verified import dry_rows
+from composer_nb.training.verified import Memory, dry_rows, first_of_each, learned_rows
 
 # Channel 2 of each arm: what it is asked for, and which hint it gets.
 ARMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -48,8 +51,17 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
     "distil": (dict(teacher="live", sdpo_jsd_beta=0.0), "rule"),
     "example": (dict(hint_mode="verified", teacher="live"), "example"),
     "references": (dict(hint_mode="verified", teacher="live"), "references"),
+    "shuffled": (dict(hint_mode="verified", teacher="live"), "shuffled"),
+    "best_bare": (dict(hint_mode="verified", teacher="live"), "best_bare"),
+    "gated": (dict(hint_mode="gated", teacher="live"), "rule"),
 }
-RETAKING = ("rule", "neutral")  # hints with which answers are sampled again; the others show what is to be said
+RETAKING = ("rule", "neutral", "shuffled")  # hints with which answers are sampled again; the others show what is to be said
+# Documentation of the standard library: text that no arm trains on.
+GENERAL = (
+    "argparse", "asyncio", "bisect", "collections", "copy", "csv", "datetime", "decimal", "difflib", "doctest", "enum", "fractions",
+    "glob", "heapq", "html", "inspect", "ipaddress", "json", "logging", "optparse", "pickle", "random", "re", "shelve", "socket",
+    "statistics", "string", "subprocess", "textwrap", "threading", "timeit", "traceback", "uuid", "zipfile",
+)  # fmt: skip
 NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
@@ -182,26 +194,43 @@ class Reading:
         for n, completion in zip(number, completions, strict=True):
             text, question = text_of(completion), self.questions[n]
             turn = self.turn(n, text)
-            said = house_hints(turn, question, self.rules).get(self.spec["wording"])
-            if not self.rules and not turn.exact:
-                said = hint_for(question, grade(text, question))
-            neutral = ARMS[self.spec["arm"]][1] == "neutral"
+            said = "" if turn.exact else self.hint_of(question, text)
+            told = ARMS[self.spec["arm"]][1]
             kind = turn.broken[-1].kind if turn.broken else "call"
-            found.append(Feedback(NEUTRAL if neutral else said, kind=kind) if said else None)
+            if said and told in ("neutral", "shuffled"):
+                said = NEUTRAL if told == "neutral" else self.another_hint(n)
+            found.append(Feedback(said, kind=kind) if said else None)
         return found
+
+    def another_hint(self, number: int) -> str:
+        """The hint that the question half the list further would get for its plain answer: the rule, and not this call."""
+        other = self.questions[(number + len(self.questions) // 2) % len(self.questions)]
+        return self.hint_of(other, HouseRules(()).reference(other)[0])
+
+    def hint_of(self, question: ToolQuestion, text: str) -> str:
+        """What a hint says about this answer; empty where there is nothing to say."""
+        if not self.rules:
+            return hint_for(question, grade(text, question)) or ""
+        return house_hints(answered(text, question, self.rules), question, self.rules).get(self.spec["wording"], "")
 
 
 class Shown(ComposerReplicationTrainer):
     """Samples nothing again: where no answer of a group passed, it learns an answer that keeps the rules.
 
     Arm `references`: the reference answer of that very question. Arm `example`: one question and its answer, the same
-    in every step, as long as some group failed.
+    in every step, as long as some group failed. Arm `best_bare`: of each group in which an answer passed, the first that
+    did, as often as `verified` learns what passed.
     """
 
     reading: Reading
 
     def _hint_fields(self, output: dict[str, Any]) -> dict[str, Any]:
         dry = dry_rows(self._earned, self.num_generations, self.args.retake_pass)
+        if ARMS[self.reading.spec["arm"]][1] == "best_bare":
+            self._memory = self._memory or Memory(self.args.retake_repeats)
+            passed = first_of_each(self._earned >= self.args.retake_pass, self.num_generations, 1).nonzero().flatten()
+            said = {row: output["completion_ids"][row][output["completion_mask"][row].bool()].tolist() for row in passed.tolist()}
+            return learned_rows(self, output, said)
         bare = [ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"])]
         rows: list[tuple[list[int], list[int]]] = [(prompt, []) for prompt in bare]
         firsts = [row for row in range(0, len(rows), self.num_generations) if dry[row]]
@@ -226,6 +255,8 @@ def arguments(spec: dict, folder: str) -> ComposerConfig:
     options = dict(ARMS[spec["arm"]][0])
     if options.get("hint_mode") == "verified":
         options |= {name: spec[name] for name in ("retakes", "retake_repeats", "retake_pass")}
+    if options.get("hint_mode") == "gated":
+        options["retakes"] = spec["retakes"]
     return ComposerConfig(
         folder, max_steps=spec["budget"] // (spec["prompts"] * spec["samples"]), per_device_train_batch_size=spec["prompts"] * spec["samples"],
         num_generations=spec["samples"], temperature=spec["temperature"], max_completion_length=spec["max_new_tokens"],
@@ -257,6 +288,33 @@ def score(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: 
     }
 
 
+def measured(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> dict[str, float]:
+    """Beside the score: tokens of the greedy answers to the questions that judge, how much of them repeats a hint that no
+    prompt holds, and nats per token of text that no arm trains on.
+    """
+    reading = Reading(spec, questions)
+    said = answers_to(policy, tokenizer, questions, Sampling(spec["max_new_tokens"], 0.0, 32))
+    hints = [reading.hint_of(q, HouseRules(()).reference(q)[0]) for q in questions]
+    prompts = [render(tokenizer, HouseRules(()).episode(q).messages()) for q in questions]
+    lengths = [float(len(tokenizer(text, add_special_tokens=False)["input_ids"])) for text in said]
+    leak = hint_leak_rate(hints, said, contexts=prompts)
+    return {"length": mean(lengths), "hint_leak": leak, "general_nll": general_nll(policy, tokenizer)}
+
+
+@torch.no_grad()
+def general_nll(policy: Any, tokenizer: Any, tokens: int = 128) -> float:
+    """Nats per token of the first `tokens` tokens of the documentation of each of `GENERAL`; all count alike."""
+    policy.eval()
+    total, count = 0.0, 0
+    for name in GENERAL:
+        ids = tokenizer(inspect.getdoc(importlib.import_module(name)) or "", return_tensors="pt")["input_ids"][:, :tokens]
+        if ids.shape[1] > 1:
+            ids = ids.to(policy.device)
+            total += policy(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    return total / count
+
+
 def bare_rate(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> list[float]:
     """Where the dial stands: whether each of `probe` answers, sampled as an arm samples, keeps the rules."""
     drawn = random.Random(1).choices(questions, k=spec["probe"])
@@ -276,7 +334,7 @@ class Curve(TrainerCallback):
         self.sampled, self.trained, self.since = 0, 0.0, time.perf_counter()
         self.next = spec["look"]
         options, hint = ARMS[spec["arm"]]
-        again = spec["retakes"] if options.get("hint_mode") == "verified" and hint in RETAKING else 0
+        again = spec["retakes"] if options.get("hint_mode") in ("verified", "gated") and hint in RETAKING else 0
         self.dearest = spec["prompts"] * (spec["samples"] + again)  # answers that one more step may sample
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -288,7 +346,7 @@ class Curve(TrainerCallback):
         self.trained += time.perf_counter() - self.since
         self.sampled += int(self.spec["prompts"] * self.spec["samples"] + float(logs.get("sdpo/retakes", 0)))
         name = f"{self.spec['arm']}, seed {self.spec['seed']}: {self.sampled}/{self.spec['budget']} answers"
-        passed = f"  passed {logs['sdpo/retakes_passed']}/{logs['sdpo/retakes']}" if "sdpo/retakes" in logs else ""
+        passed = f"  passed {logs['sdpo/retakes_passed']}/{logs['sdpo/retakes']}" if "sdpo/retakes_passed" in logs else ""
         self.say(f"{name}  reward {float(logs['reward']):.3f}{passed}")
         if self.sampled + self.dearest > self.next:
             found = self.look()
@@ -313,7 +371,8 @@ def make_start(spec: dict) -> dict:
     series = {"losses": losses, "bare": bare_rate(policy, tokenizer, mine, spec)} | score(policy, tokenizer, judges, spec)
     figures = {name: mean(series[name]) for name in ("exact", "graded", "kept")}
     sizes = {"questions_to_train_on": len(mine), "questions_that_judge": len(judges)}
-    return {"figures": figures | sizes | {"bare_rule_rate": mean(series["bare"])}, "series": series}
+    beside = measured(policy, tokenizer, judges, spec)
+    return {"figures": figures | sizes | beside | {"bare_rule_rate": mean(series["bare"])}, "series": series}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -333,7 +392,7 @@ def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
         first.extend([] if first else [float(one) for ids in completion_ids for one in ids])
         return reading.reward(completions, number)
 
-    kind = Shown if ARMS[spec["arm"]][1] in ("example", "references") else ComposerReplicationTrainer
+    kind = Shown if ARMS[spec["arm"]][1] in ("example", "references", "best_bare") else ComposerReplicationTrainer
     trainer = kind(policy, reward, arguments(spec, folder), Dataset.from_list(rows), processing_class=tokenizer, **feedback)
     trainer.reading = reading
     trainer.remove_callback(PrinterCallback)
@@ -341,16 +400,17 @@ def train(spec: dict, folder: str, say: Callable[[str], None]) -> dict:
     trainer.add_callback(curve)
     trainer.train()
     log = [row for row in trainer.state.log_history if "step_time" in row]
-    return answer_of(curve.points, log, first)
+    return answer_of(curve.points, log, first, measured(trainer.model, tokenizer, judges, spec))
 
 
-def answer_of(points: Sequence[dict], log: Sequence[dict], first: list[float]) -> dict:
+def answer_of(points: Sequence[dict], log: Sequence[dict], first: list[float], beside: dict[str, float]) -> dict:
     last = points[-1]
-    figures = {name: mean(last[name]) for name in ("exact", "graded", "kept")}
+    figures = {name: mean(last[name]) for name in ("exact", "graded", "kept")} | beside
     figures |= {"sampled": last["sampled"], "steps": last["step"], "seconds": last["seconds"]}
     for name in ("retakes", "retakes_passed"):
         figures[name] = sum(float(row.get(f"sdpo/{name}", 0)) for row in log)
     series = {"first": first, "reward": [float(row["reward"]) for row in log]}
+    series["entropy"] = [float(row["entropy"]) for row in log]
     for name in ("sampled", "step", "seconds"):
         series[f"curve_{name}"] = [float(point[name]) for point in points]
     for number, point in enumerate(points, 1):
