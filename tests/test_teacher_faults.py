@@ -122,6 +122,13 @@ def test_a_paid_or_perhaps_paid_fault_is_asked_once(server, fault, reason, known
     assert not known or reply.cost_usd > 0
 
 
+@pytest.mark.parametrize("kind", teacher_server.NO_COUNTS)
+def test_an_answer_without_a_count_that_can_be_read_is_one_of_unknown_cost(server, kind):
+    reply = ask(server, f"usage~{kind}")
+    assert (reply.outcome, reply.cost_usd, reply.prompt_tokens, reply.completion_tokens) == ("ok", None, 0, 0)
+    assert seen(server, f"usage~{kind}") == (1, 1)
+
+
 @pytest.mark.parametrize("fault, reason", REFUSED)
 def test_a_refused_question_is_skipped_at_no_cost(server, fault, reason):
     reply = ask(server, fault)

@@ -30,6 +30,8 @@ from typing import Any
 
 PROMPT_USD, COMPLETION_USD = 1e-6, 2e-6  # per token; what `usage.cost` is computed with
 MARKER = re.compile(r"\[\[([^\]]+)\]\]")
+NO_COUNTS = {"missing": None, "negative": -5, "fraction": 12.5, "string": "12", "bool": True, "list": [12],
+             "digits": 10**400, "null": None}  # what `usage` holds in place of a number of tokens
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 402: "Payment Required", 403: "Forbidden",
            404: "Not Found", 429: "Too Many Requests", 500: "Internal Server Error"}
 
@@ -349,6 +351,12 @@ class StrangeAnswers(WorthlessAnswers):
         payload["usage"] = {"prompt_tokens": "many", "completion_tokens": -5, "cost": float("nan"),
                             "prompt_tokens_details": [], "completion_tokens_details": None}
         return await self.send(200, payload)
+
+    async def do_usage(self) -> bool:
+        """`usage~KIND`: a good answer whose counts are one of `NO_COUNTS`, and that names no cost."""
+        count = NO_COUNTS[self.argument]
+        bad = {} if self.argument == "missing" else {"prompt_tokens": count, "completion_tokens": count}
+        return await self.send(200, self.completion(usage=bad))
 
     async def do_other_model(self) -> bool:
         return await self.send(200, self.completion(model=self.argument or "someone/else-1"))
