@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_nb.tasks import tool_calls
+from composer_nb.tasks import answers
 from composer_nb.tasks.tool_calls import (
     SINGLE_CALL_CATEGORIES,
     grade,
@@ -211,7 +211,7 @@ def test_same_verdict_on_every_neighbour_of_the_reference(category, oracle):
 
 def test_a_changed_rule_is_noticed(oracle, monkeypatch):
     """The comparison has teeth: without the normalisation of strings many verdicts differ."""
-    monkeypatch.setattr(tool_calls, "standardize", lambda value: value)
+    monkeypatch.setattr(answers, "standardize", lambda value: value)
     changed = 0
     for question in QUESTIONS:
         call = reference_call(question)

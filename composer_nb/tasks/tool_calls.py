@@ -5,433 +5,58 @@
 # %% ../../nbs/tasks/01_tool_calls.ipynb #c004-1b580d
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from composer_nb.tasks.answers import (
+    JSON_NAMES,
+    PYTHON_TYPES,
+    ErrorKind,
+    Problem,
+    _as_call,
+    _json_type,
+    _parse,
+    _quote,
+    check_value,
+    parse_call,
+    standardize,
+)
+from composer_nb.tasks.questions import (
+    EXAMPLE,
+    INSTRUCTION,
+    REMEDY,
+    SINGLE_CALL_CATEGORIES,
+    TYPE_NAMES,
+    ToolQuestion,
+    data_folder,
+    load_questions,
+    reference_call,
+    render_answer,
+    render_function,
+    render_prompt,
+    split_by_function,
+    type_name,
+    without_functions_of,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['SINGLE_CALL_CATEGORIES', 'REMEDY', 'TYPE_NAMES', 'INSTRUCTION', 'EXAMPLE', 'ErrorKind', 'JSON_NAMES', 'PYTHON_TYPES',
-           'FORM', 'NAME', 'ARGUMENTS', 'UNTIDY', 'MAX_PROBLEMS', 'data_folder', 'ToolQuestion', 'load_questions',
-           'reference_call', 'render_answer', 'split_by_function', 'without_functions_of', 'type_name',
-           'render_function', 'render_prompt', 'Problem', 'parse_call', 'standardize', 'check_value', 'Grade', 'grade',
-           'hint_for', 'make_reward', 'make_feedback', 'to_dataset']
+__all__ = ['FORM', 'NAME', 'ARGUMENTS', 'UNTIDY', 'MAX_PROBLEMS', 'Grade', 'grade', 'hint_for', 'make_reward', 'make_feedback',
+           'to_dataset', 'JSON_NAMES', 'PYTHON_TYPES', 'ErrorKind', 'Problem', 'check_value', 'parse_call',
+           'standardize', 'EXAMPLE', 'INSTRUCTION', 'REMEDY', 'SINGLE_CALL_CATEGORIES', 'TYPE_NAMES', 'ToolQuestion',
+           'data_folder', 'load_questions', 'reference_call', 'render_answer', 'render_function', 'render_prompt',
+           'split_by_function', 'type_name', 'without_functions_of']
 
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c007-10ddf9
-SINGLE_CALL_CATEGORIES = ("simple_python", "live_simple", "multiple", "live_multiple")
-REMEDY = "pip install --no-deps bfcl-eval==2026.3.23"
-
-
-def data_folder() -> Path:
-    """Folder of the leaderboard's JSON files, located without importing the wheel.
-
-    Raises `ModuleNotFoundError`, naming the remedy, when `bfcl-eval` is not installed.
-    """
-    spec = importlib.util.find_spec("bfcl_eval")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"the questions come from the bfcl-eval wheel: {REMEDY}")
-    return Path(spec.submodule_search_locations[0]) / "data"
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c008-01f42b
-@dataclass(frozen=True)
-class ToolQuestion:
-    """One request that a single function call answers (BFCL v4, bfcl-eval 2026.3.23)."""
-
-    id: str
-    category: str
-    messages: list[dict[str, str]]  # chat messages as asked; some begin with a system message
-    functions: list[dict[str, Any]]  # one schema in the simple categories, several in the multiple ones
-    ground_truth: list[dict[str, Any]]  # [{name: {argument: [accepted values]}}]
-
-    @property
-    def function_name(self) -> str:
-        """Name of the function the request needs."""
-        return next(iter(self.ground_truth[0]))
-
-    @property
-    def function_names(self) -> tuple[str, ...]:
-        """Names of all functions offered, in order."""
-        return tuple(function["name"] for function in self.functions)
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Parameter schema of the needed function: `properties` and `required`."""
-        return next(f["parameters"] for f in self.functions if f["name"] == self.function_name)
-
-    @property
-    def accepted(self) -> dict[str, list[Any]]:
-        """Accepted values per argument; an empty string among them marks it optional."""
-        return self.ground_truth[0][self.function_name]
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c009-10d30b
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
-
-
-def load_questions(categories: Sequence[str] = ("simple_python", "live_simple")) -> list[ToolQuestion]:
-    """Questions of the named BFCL categories, in the leaderboard's order.
-
-    Raises `ValueError` for a category outside `SINGLE_CALL_CATEGORIES`, and
-    `ModuleNotFoundError` when the data wheel is missing.
-    """
-    unknown = [c for c in categories if c not in SINGLE_CALL_CATEGORIES]
-    if unknown:
-        raise ValueError(f"unknown categories {unknown}; choose from {SINGLE_CALL_CATEGORIES}")
-    folder, questions = data_folder(), []
-    for category in categories:
-        file = f"BFCL_v4_{category}.json"
-        answers = {row["id"]: row["ground_truth"] for row in _read_lines(folder / "possible_answer" / file)}
-        for row in _read_lines(folder / file):
-            key, messages = row["id"], row["question"][0]
-            questions.append(ToolQuestion(key, category, messages, row["function"], answers[key]))
-    return questions
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c017-2c4ed3
-def _first_value(accepted: Sequence[Any]) -> Any:
-    value = next((v for v in accepted if v != ""), "")
-    if isinstance(value, dict):
-        return _unwrap(value)
-    if isinstance(value, list):
-        return [_unwrap(item) if isinstance(item, dict) else item for item in value]
-    return value
-
-
-def _unwrap(alternatives: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    return {key: values[0] for key, values in alternatives.items() if values and "" not in values}
-
-
-def reference_call(question: ToolQuestion) -> dict[str, Any]:
-    """First accepted value of each argument, as `{"name": ..., "arguments": {...}}`.
-
-    Arguments that may be left out are left out unless the schema requires them.
-    An argument whose list of accepted values is empty has none to give and is left out too.
-    """
-    required, arguments = question.parameters["required"], {}
-    for name, accepted in question.accepted.items():
-        if accepted and ("" not in accepted or name in required):
-            arguments[name] = _first_value(accepted)
-    return {"name": question.function_name, "arguments": arguments}
-
-
-def render_answer(call: Mapping[str, Any]) -> str:
-    """Canonical text of a call: one line of JSON, name first."""
-    ordered = {"name": call["name"], "arguments": call["arguments"]}
-    return json.dumps(ordered, ensure_ascii=False, allow_nan=False)
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c021-08c8ee
-def _groups(questions: Iterable[ToolQuestion]) -> dict[str, list[ToolQuestion]]:
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            name = parent[name]
-        return name
-
-    questions = list(questions)
-    for question in questions:
-        first, *others = sorted(root(name) for name in question.function_names)
-        parent.update({other: first for other in others})
-    groups: dict[str, list[ToolQuestion]] = {}
-    for question in questions:
-        groups.setdefault(root(question.function_name), []).append(question)
-    return groups
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c022-3d6f84
-def split_by_function(
-    questions: Sequence[ToolQuestion], heldout_fraction: float = 0.3, seed: int = 0
-) -> tuple[list[ToolQuestion], list[ToolQuestion]]:
-    """Split into (train, heldout) so that no offered function is in both; same result in every process.
-
-    The held-out share is the largest the groups allow up to `heldout_fraction`, dealt greedily.
-    Raises `ValueError` unless the fraction lies in [0, 1].
-    """
-    if not 0.0 <= heldout_fraction <= 1.0:
-        raise ValueError(f"heldout_fraction must lie in [0, 1], got {heldout_fraction}")
-    groups = _groups(questions)
-    shuffled = sorted(groups, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).hexdigest())
-    room, heldout_ids = round(heldout_fraction * len(questions)), set()
-    for name in shuffled:
-        if len(groups[name]) <= room:
-            room -= len(groups[name])
-            heldout_ids.update(q.id for q in groups[name])
-    train = [q for q in questions if q.id not in heldout_ids]
-    return train, [q for q in questions if q.id in heldout_ids]
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c023-9b40a2
-def without_functions_of(
-    questions: Sequence[ToolQuestion], others: Sequence[ToolQuestion]
-) -> list[ToolQuestion]:
-    """The questions that offer no function of `others`: warm-start data that spoils no test set."""
-    taken = {name for question in others for name in question.function_names}
-    return [question for question in questions if not taken.intersection(question.function_names)]
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c027-cf5209
-TYPE_NAMES = {"dict": "object", "tuple": "array", "any": "string"}
-INSTRUCTION = 'Answer with one function call: one JSON object with "name" and "arguments".'
-EXAMPLE = (
-    {
-        "role": "user",
-        "content": "Function: book_table(guests: integer, place: string) - Book a table.\n"
-        "Request: A table for four at the Blue Door, please.",
-    },
-    {
-        "role": "assistant",
-        "content": '{"name": "book_table", "arguments": {"guests": 4, "place": "Blue Door"}}',
-    },
-)
-
-
-def type_name(schema: Mapping[str, Any]) -> str:
-    """Type of one argument in the words used by prompt, feedback and hint, e.g. `array of float`."""
-    declared = schema.get("type", "string")
-    name = TYPE_NAMES.get(declared, declared)
-    if name == "array" and "items" in schema:
-        return f"array of {type_name(schema['items'])}"
-    return name
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c028-b05a90
-def _shorten(text: str, limit: int) -> str:
-    text = " ".join(text.split())
-    if len(text) <= limit:
-        return text
-    return text[:limit].rsplit(" ", 1)[0].rstrip(",;:") + " …"
-
-
-def _argument_line(name: str, schema: Mapping[str, Any], limit: int) -> str:
-    line = f"  {name}: {_shorten(schema.get('description', ''), limit)}"
-    if "enum" in schema:
-        line += f" One of {json.dumps(schema['enum'], ensure_ascii=False)}."
-    inner = schema if "properties" in schema else schema.get("items") or {}
-    if "properties" in inner:
-        line += f" Keys: {_parameter_list(inner)}."
-    return line
-
-
-def _parameter_list(parameters: Mapping[str, Any]) -> str:
-    required = parameters.get("required", list(parameters["properties"]))
-    parts = []
-    for name, schema in parameters["properties"].items():
-        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else ""
-        parts.append(f"{name}{'' if name in required else '?'}: {type_name(schema)}{default}")
-    return ", ".join(parts)
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c029-4fea03
-def render_function(function: Mapping[str, Any], limit: int = 100, descriptions: bool = True) -> str:
-    """Signature, description and (unless switched off) one line per argument.
-
-    Descriptions are cut at `limit` characters.
-    """
-    parameters = function["parameters"]
-    head = f"{function['name']}({_parameter_list(parameters)}) - {_shorten(function['description'], limit)}"
-    lines = [_argument_line(name, schema, limit) for name, schema in parameters["properties"].items()]
-    return "\n".join([head, *lines]) if descriptions else head
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c030-b33036
-def render_prompt(
-    question: ToolQuestion, example: bool = True, descriptions: bool = True
-) -> list[dict[str, str]]:
-    """Chat messages: instruction with the question's own system text, worked example, functions, request.
-
-    `example` and `descriptions` leave the worked example and the arguments' descriptions out.
-    """
-    own = [m["content"].strip() for m in question.messages if m["role"] == "system"]
-    system = {"role": "system", "content": "\n\n".join([INSTRUCTION, *own])}
-    *earlier, last = [dict(m) for m in question.messages if m["role"] != "system"]
-    functions = "\n".join(render_function(f, descriptions=descriptions) for f in question.functions)
-    label = "Function" if len(question.functions) == 1 else "Functions"
-    request = {**last, "content": f"{label}: {functions}\nRequest: {last['content']}"}
-    return [system, *(dict(m) for m in EXAMPLE if example), *earlier, request]
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c034-5b6365
-ErrorKind = Literal[
-    "ok",
-    "not_json",  # no complete JSON object at the first brace
-    "missing_key",  # "name" or "arguments" is absent
-    "unknown_function",  # a name that was not offered
-    "wrong_function",  # offered, but not the one this request needs
-    "missing_argument",
-    "unexpected_argument",
-    "wrong_type",
-    "wrong_value",
-    "unexpected_key",  # a third key beside "name" and "arguments"
-    "leading_text",  # text before the object
-    "trailing_text",  # text after the object
+# %% ../../nbs/tasks/01_tool_calls.ipynb #tool004b
+_all_ = [  # also importable from here
+    JSON_NAMES, PYTHON_TYPES, ErrorKind, Problem, check_value, parse_call, standardize,
+    EXAMPLE, INSTRUCTION, REMEDY, SINGLE_CALL_CATEGORIES, TYPE_NAMES, ToolQuestion, data_folder,
+    load_questions, reference_call, render_answer, render_function, render_prompt, split_by_function,
+    type_name, without_functions_of,
 ]
-
-
-class Problem(NamedTuple):
-    """One thing wrong with an answer: its kind and a text that holds no reference value."""
-
-    kind: ErrorKind
-    text: str
-
-
-def _quote(text: str, limit: int = 60) -> str:
-    quoted = json.dumps(text[:limit], ensure_ascii=False)
-    return quoted.encode("utf-8", "replace").decode("utf-8")
-
-
-JSON_NAMES = {
-    str: "string", bool: "boolean", int: "integer", float: "float", dict: "object", list: "array",
-}
-
-
-def _json_type(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        inner = sorted({JSON_NAMES.get(type(item), "null") for item in value})
-        return f"array of {' and '.join(inner)}" if inner else "empty array"
-    return JSON_NAMES.get(type(value), "null")
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c035-42c1c4
-def _unfence(text: str) -> str:
-    text = text.strip()
-    if text.startswith("```") and text.endswith("```") and len(text) > 6:
-        return text[3:-3].strip().removeprefix("json").strip()
-    return text
-
-
-def _reject_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _read_object(text: str) -> tuple[dict[str, Any] | None, list[Problem]]:
-    text = _unfence(text)
-    start = text.find("{")
-    if start < 0:
-        return None, [Problem("not_json", 'not a JSON object: there is no opening brace')]
-    try:
-        value, end = json.JSONDecoder(parse_constant=_reject_constant).raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        return None, [Problem("not_json", f"not a JSON object: {error.msg} at character {error.pos}")]
-    except (ValueError, RecursionError):
-        return None, [Problem("not_json", "not a JSON object: a number or a nesting beyond JSON's limits")]
-    problems = [Problem("leading_text", "text before the JSON object")] if start > 0 else []
-    if text[end:].strip():
-        problems.append(Problem("trailing_text", "text after the JSON object"))
-    return value, problems
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c037-b8acd9
-def _as_call(value: Mapping[str, Any], form: list[Problem]) -> tuple[dict[str, Any] | None, list[Problem]]:
-    wrong = []
-    for key, wanted, described in (("name", str, "string"), ("arguments", dict, "object")):
-        if key not in value:
-            wrong.append(Problem("missing_key", f'missing key "{key}"'))
-        elif not isinstance(value[key], wanted):
-            got = _json_type(value[key])
-            wrong.append(Problem("wrong_type", f'"{key}": expected {described}, got {got}'))
-    extra = [key for key in value if key not in ("name", "arguments")]
-    if extra:
-        listed = ", ".join(_quote(str(key)) for key in extra[:3])
-        form = [Problem("unexpected_key", f"unexpected key {listed}"), *form]
-    call = None if wrong else {"name": value["name"], "arguments": dict(value["arguments"])}
-    return call, wrong + form
-
-
-def _parse(text: str) -> tuple[dict[str, Any] | None, list[Problem]]:
-    value, problems = _read_object(text)
-    return (None, problems) if value is None else _as_call(value, problems)
-
-
-def parse_call(text: str) -> tuple[dict[str, Any] | None, str]:
-    """The call in a completion and what is wrong with its form.
-
-    `(call, "")` for a clean answer, `(call, error)` for a call with text around it or a stray key,
-    `(None, error)` where there is no call. A repeated key counts once, with its last value.
-    """
-    call, problems = _parse(text)
-    return call, "; ".join(problem.text for problem in problems)
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c042-076988
-PYTHON_TYPES = {
-    "string": str, "integer": int, "float": float, "boolean": bool,
-    "array": list, "tuple": list, "dict": dict, "any": str,
-}
-_DROPPED = str.maketrans("", "", " ,./-_*^")
-
-
-def standardize(value: Any) -> Any:
-    """A string as the leaderboard compares it; any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    return value.translate(_DROPPED).lower().replace("'", '"')
-
-
-def _answer_type(accepted: Iterable[Any]) -> type | None:
-    return next((type(value) for value in accepted if value != ""), None)
-
-
-def _items_fit(value: list[Any], item_type: type, accepted: Sequence[Any]) -> bool:
-    for alternative in accepted:
-        allowed = {item_type, _answer_type(alternative)} if isinstance(alternative, list) else None
-        if allowed is None or all(type(item) in allowed for item in value):
-            return True
-    return False
-
-
-def _type_fits(value: Any, schema: Mapping[str, Any], accepted: Sequence[Any]) -> bool:
-    declared = PYTHON_TYPES.get(schema.get("type"), str)
-    if type(value) is not declared:
-        return type(value) is _answer_type(accepted)
-    if declared is not list:
-        return True
-    item_type = PYTHON_TYPES.get((schema.get("items") or {}).get("type"), str)
-    return _items_fit(value, item_type, accepted)
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c043-b800a9
-def _same_list(value: list[Any], alternative: Any) -> bool:
-    items = list(alternative) if isinstance(alternative, (list, str)) else None
-    return items is not None and [standardize(v) for v in value] == [standardize(v) for v in items]
-
-
-def _same_object(value: Any, alternative: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(alternative, dict):
-        return False
-    if any(key not in value and "" not in options for key, options in alternative.items()):
-        return False
-    return all(
-        key in alternative and standardize(item) in [standardize(option) for option in alternative[key]]
-        for key, item in value.items()
-    )
-
-
-def _same_objects(value: list[Any], alternative: Any) -> bool:
-    items = list(alternative) if isinstance(alternative, (list, str)) else None
-    return items is not None and len(value) == len(items) and all(map(_same_object, value, items))
-
-# %% ../../nbs/tasks/01_tool_calls.ipynb #c045-11ad0b
-def _value_fits(value: Any, schema: Mapping[str, Any], accepted: Sequence[Any]) -> bool:
-    declared = PYTHON_TYPES.get(schema.get("type"), str)
-    if _answer_type(accepted) not in (None, declared):
-        return value in accepted
-    if declared is dict:
-        return any(_same_object(value, alternative) for alternative in accepted)
-    if declared is str:
-        return standardize(value) in [standardize(option) for option in accepted]
-    if declared is list:
-        objects = (schema.get("items") or {}).get("type") == "dict"
-        same = _same_objects if objects else _same_list
-        return any(same(value, alternative) for alternative in accepted)
-    return value in accepted
-
-
-def check_value(
-    value: Any, schema: Mapping[str, Any], accepted: Sequence[Any]
-) -> Literal["ok", "wrong_type", "wrong_value"]:
-    """Compare one argument with its accepted values as `ast_checker` of bfcl-eval 2026.3.23 does."""
-    if schema.get("type") == "float" and type(value) is int:
-        value = float(value) if abs(value) < 2**1023 else float("inf")
-    if schema.get("type") == "tuple" and isinstance(value, tuple):
-        value = list(value)
-    if not _type_fits(value, schema, accepted):
-        return "wrong_type"
-    return "ok" if _value_fits(value, schema, accepted) else "wrong_value"
 
 # %% ../../nbs/tasks/01_tool_calls.ipynb #c049-f1a0ad
 FORM, NAME, ARGUMENTS, UNTIDY = 0.1, 0.2, 0.7, 0.9
