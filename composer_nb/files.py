@@ -48,7 +48,7 @@ def replacing(
     if sync:
         _sync_folder(path.parent)
 
-
+# %% ../nbs/data/01_files.ipynb #55075879-b
 def _sync_folder(folder: Path) -> None:
     """Flush a folder's entries; Windows has no such call and needs none."""
     if os.name == "nt":

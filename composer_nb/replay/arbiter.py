@@ -71,11 +71,7 @@ def arbitrate(
     order = sorted(best, key=lambda form: _rank(scores.get(form, -1.0), cast.forms[form], given[form]))
     good = [form for form in order if scores.get(form, 0.0) >= passing and scores[form] > own]
     fit = [form for form in good if unlike or alike(cast.able[best[form]], state.student_action)]
-    agrees = cast.spell(state.student_action) in order[:1]
-    outcome: Outcome = (
-        "pair" if fit else "unlike" if good else "student_agrees" if agrees else "no_better" if order
-        else "no_replies"
-    )  # fmt: skip
+    outcome = _outcome(fit, good, order, cast.spell(state.student_action))
     order.sort(key=lambda form: form not in fit[:1])  # the winner's first, the others as they were
     winner, winner_from = (given[order[0]], best[order[0]]) if good else (None, "")
     votes = {form: tuple(cast.forms[form]) for form in order}
@@ -83,6 +79,13 @@ def arbitrate(
         state.state_id, outcome, votes, winner, winner_from, cast.abstentions, invalid=cast.invalid,
         decided_by=judge_name(arbiter), scores=scores, student_score=own,
     )  # fmt: skip
+
+# %% ../../nbs/replay/31_arbiter.ipynb #ar000006-b
+def _outcome(fit: Sequence[str], good: Sequence[str], order: Sequence[str], own: str) -> Outcome:
+    "What is said of a state whose actions stand in `order`, best first; `own` is the form of the student's."
+    if good:
+        return "pair" if fit else "unlike"
+    return "student_agrees" if own in order[:1] else "no_better" if order else "no_replies"
 
 
 def _rank(score: float, teachers: Sequence[str], action: Action) -> tuple[float, int, int, str]:

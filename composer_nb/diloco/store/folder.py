@@ -154,10 +154,7 @@ class FolderStore:
             write_bytes(path, data, sync=True, parents=False)
 
     def create(self, key: str, data: bytes, mark: str) -> bool:
-        path = self.root.path(key)
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, "is a folder of other keys")
-        if os.path.exists(path):
+        if _is_taken(self.root.path(key)):
             return False
         with _writing(self.root, key) as path:
             return link_once(path, data)
@@ -219,6 +216,13 @@ def _files_below(root: Root, prefix: str) -> list[str]:
 def _unless_gone(error: OSError) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
+
+# %% ../../../nbs/scaling_out/11_folder.ipynb #6555dc78-b
+def _is_taken(path: str) -> bool:
+    "Whether a key is there. Raises IsADirectoryError where other keys lie below it."
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "is a folder of other keys")
+    return os.path.exists(path)
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #ff5e90aa
 _LOCK = threading.RLock()
