@@ -147,6 +147,8 @@ def _estimate(plan: ReplayPlan, states: list[TraceState]) -> Estimate:
     for name, row in found.by_teacher.items():
         typer.echo(f"{name}: {row['calls']:.0f} calls, at worst {row['worst_usd']:.4f} USD")
     typer.echo(str(found))
+    if found.contexts:
+        typer.echo(str(found.contexts))
     return found
 
 
