@@ -292,3 +292,25 @@ def test_an_action_whose_text_reads_as_something_else_is_exported_as_it_was():
     row = preference_row(pair)
     assert row["chosen"][0]["tool_calls"][0]["function"]["arguments"] == {"content": "a <think>x</think> b </tool_call>"}
     assert "rejected_message" not in pair.provenance
+
+
+def test_torn_contexts_are_told_of_mended_and_refused_before_anything_is_paid(tmp_path, server):
+    plan = folder_of(tmp_path, server.base_url, 1)
+    call = {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": "{}"}}
+    torn = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "stop"}]
+    record = json.loads((tmp_path / "clean.jsonl").read_text().splitlines()[0])
+    odd = [{"role": "user", "content": "go"}, {"role": "observer", "content": "hm"}]
+    lines = [record | {"state_id": id, "messages": messages} for id, messages in (("torn", torn), ("odd", odd))]
+    (tmp_path / "clean.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = "1 contexts mended (1 with a result inserted), 1 refused (1: has role 'observer'; known: system, developer, user, assistant, tool, function)"
+    code, said, _ = replay("estimate", plan)
+    assert code == 0 and told in said and "2 states: 3 calls to make" in said
+    code, said, _ = replay("run", plan, "--pay")
+    assert code == 0 and told in said and server.requests().total() == 3 and "1 skipped" in said
+    with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
+        asked = [teacher.request(state) for teacher in teachers_of(read_plan(plan)) for state in load_states(tmp_path / "clean.jsonl") if state.state_id == "torn"]
+        assert all(ledger.known(request.key) is None for request in asked), "as the log has it, nobody was asked"
+    assert "tool: 1 questions, 1 actions, 0 skipped, 0 no reply" in replay("status", plan)[1]
+    assert replay("pairs", plan)[0] == 0
+    (pair,) = load_pairs(tmp_path / "pairs.jsonl")
+    assert [m["role"] for m in pair.state_messages] == ["user", "assistant", "tool", "user"] and pair.state_messages[2]["content"] == "aborted"

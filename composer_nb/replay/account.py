@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from .gate import Decision, Miss, Plan
 from .protocol import Teacher, TeacherReply
-from ..traces import Action
+from ..traces import Action, ContextReport
 
 # %% auto #0
 __all__ = ['Replay', 'Estimate']
@@ -26,9 +26,8 @@ class Replay:
     """What N teachers did in each state of a trace.
 
     `actions[state_id][teacher]` is what `extract_dpo_pairs` takes. `unasked`: gate, budget, vendor, or a
-    stopped teacher. `spent_usd` and `reserved_usd` are the ledger's, over all its runs; reserved are calls
-    that no reply has settled. `halted`: why no more calls were made, if so. `saved_usd`: worst case of the
-    calls that the gate saved.
+    stopped teacher. `spent_usd` and `reserved_usd` (no reply has settled it) are the ledger's, over all its
+    runs. `halted`: why no more calls were made. `saved_usd`: worst case of the calls that the gate saved.
     """
 
     actions: dict[str, dict[str, Action]] = field(default_factory=dict)
@@ -47,6 +46,7 @@ class Replay:
     overshoot_usd: float = 0.0
     max_total_usd: float = 0.0
     ledger: Path | None = None
+    contexts: ContextReport = field(default_factory=ContextReport)
 
     @property
     def calls(self) -> int:
@@ -89,6 +89,7 @@ class Estimate:
     committed_usd: float
     max_total_usd: float
     by_teacher: dict[str, dict[str, float]]
+    contexts: ContextReport = field(default_factory=ContextReport)
 
     def __str__(self) -> str:
         room = self.max_total_usd - self.committed_usd

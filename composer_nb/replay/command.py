@@ -82,6 +82,7 @@ def ingest(
     "Read a log, or every log of a folder, into a file of states."
     from composer_nb.traces import IngestReport, save_states, with_tools
     from composer_nb.traces import ingest as read
+    from composer_nb.traces.ingester import FAILED_ASIDE
 
     if out.resolve().is_relative_to(logs.resolve()):
         raise ValueError(f"{out} stands among the logs that are read; name a place outside of {logs}")
@@ -92,10 +93,12 @@ def ingest(
     count = save_states((state for state in states if state.is_error_site or not errors_only), out)
     typer.echo(str(report))
     typer.echo(f"{out}: {count} states")
-    if report.bad_lines or report.skipped["file of no known format"]:
+    if failed := report.skipped[FAILED_ASIDE]:
+        typer.echo(f"{failed} failed calls are in side chains, which were left out: --sidechains reads them")
+    if report.bad_lines or report.unknown or report.skipped["file of no known format"]:
         raise typer.Exit(LEFT)
 
-
+# %% ../../nbs/replay/51_command.ipynb #comma008b
 def _schemas(path: Path) -> list[Mapping[str, Any]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -147,6 +150,8 @@ def _estimate(plan: ReplayPlan, states: list[TraceState]) -> Estimate:
     for name, row in found.by_teacher.items():
         typer.echo(f"{name}: {row['calls']:.0f} calls, at worst {row['worst_usd']:.4f} USD")
     typer.echo(str(found))
+    if found.contexts:
+        typer.echo(str(found.contexts))
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from datasets import Dataset, Features, Json, List, Value
 
 from ..files import replacing, write_text
+from .consensus import visible_text
 from .local_teacher import template_message
 from ..traces import Message, action_message, parse_action
 from ..traces.pair import DPOPair
@@ -59,7 +60,7 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
         raise ValueError(f"pair {pair.state_id!r}: a row of texts offers no tools; leave one of the two out")
     says = _plain if as_text else _spoken
     row = {
-        "prompt": [template_message(message) for message in pair.state_messages],
+        "prompt": [_shown(message) for message in pair.state_messages],
         "chosen": [says(pair.chosen, pair.provenance.get("chosen_message"))],
         "rejected": [says(pair.rejected, pair.provenance.get("rejected_message"))],
         "tools": json.dumps(list(tools), ensure_ascii=False) if tools else None,
@@ -70,6 +71,11 @@ def preference_row(pair: DPOPair, tools: Schemas = (), *, as_text: bool = False)
     return _mended(row)  # a file holds no lone halves of surrogate pairs
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas010
+def _shown(message: Message) -> Message:
+    "The message as templates want it; a part that is no text is named: an image alone is no empty text."
+    return template_message({**message, "content": visible_text(message.get("content"))})
+
+
 def _plain(text: str, message: Message | None) -> Message:
     return {"role": "assistant", "content": text}
 

@@ -15,7 +15,7 @@ from .actions import speller
 from .asking import read_anew, was_busy
 from .ledger import Ledger
 from .protocol import Teacher, TeacherReply, TeacherRequest
-from ..traces import Action, TraceState, vendor_of
+from ..traces import Action, ContextError, ContextReport, TraceState, vendor_of
 
 _log = logging.getLogger(__name__)
 
@@ -201,22 +201,26 @@ class Planner:
     ledger: Ledger
     allow_same_vendor: bool = False
     ask_again: Collection[str] = ()
+    contexts: ContextReport = field(default_factory=ContextReport)
 
     def plan(self, state: TraceState) -> Plan:
-        "Raises ValueError for a paid teacher without a ledger file, and for a worst case that is no amount."
+        """Raises ValueError for a paid teacher without a ledger file, and for a worst case that is no amount.
+
+        A context that cannot be mended has nobody to ask.
+        """
+        try:
+            state = self.contexts.taken(state)
+        except ContextError as error:
+            return _unasked(state, self.teachers, f"context: {error}")
         asked = [self._ask(state, teacher) for teacher in self.teachers]
         plan = Plan(state, sorted((a for a in asked if isinstance(a, Ask)), key=lambda ask: ask.worst_usd))
         plan.refused = [miss for miss in asked if not isinstance(miss, Ask)]
         for ask in plan.asks:
             reply = self.ledger.known(ask.request.key)
             reply = reply and read_anew(ask.teacher, ask.request, reply, self.ledger)
-            if reply is not None and not (reply.outcome == "skipped" and self._once_more(reply)):
+            if reply is not None and not (reply.outcome == "skipped" and _once_more(reply, self.ask_again)):
                 plan.replies[ask.teacher.name] = reply
         return plan
-
-    def _once_more(self, reply: TeacherReply) -> bool:
-        "Whether a skipped reply is asked again: by wish, or because a busy endpoint refused it at no cost."
-        return was_busy(reply) or reply.reason.partition(":")[0] in self.ask_again
 
     def _ask(self, state: TraceState, teacher: Teacher) -> Ask | tuple[str, Miss]:
         if not self.allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
@@ -238,3 +242,14 @@ def _checked_worst(teacher: Teacher, request: TeacherRequest, ledger: Ledger) ->
         remedy = "pass ledger='replay.jsonl', so that no paid reply is lost"
         raise ValueError(f"{who} costs up to {worst:.4g} USD a call: {remedy}")
     return worst
+
+
+def _once_more(reply: TeacherReply, ask_again: Collection[str]) -> bool:
+    "Whether a skipped reply is asked again: by wish, or because a busy endpoint refused it at no cost."
+    return was_busy(reply) or reply.reason.partition(":")[0] in ask_again
+
+
+def _unasked(state: TraceState, teachers: Sequence[Teacher], why: str) -> Plan:
+    "The plan of a state that nobody is asked about."
+    missed = [("skipped", Miss(state.state_id, teacher.name, why)) for teacher in teachers]
+    return Plan(state, [], refused=missed, decision=Decision(False, why))

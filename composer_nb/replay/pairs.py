@@ -27,7 +27,7 @@ from composer_nb.replay.consensus import (
     replies_of,
 )
 from .export import student_messages
-from ..traces import Action, TraceState, action_message, action_text, parse_action
+from ..traces import Action, TraceState, action_message, action_text, mend_context, parse_action
 
 # %% auto #0
 __all__ = ['TeacherActions', 'VoteOptions', 'extract_dpo_pairs', 'decided', 'PairReport', 'consensus_table']
@@ -65,6 +65,7 @@ def extract_dpo_pairs(
     `teacher_actions`: state id to {teacher: action}, or an object with that mapping as `.actions`. `render`:
     action to text. `vote`: `judge`, `min_margin`, `ordered`, `unlike` as in `consensus`, `arbiter` and
     `passing` as in `arbitrate`, and `teachers`, everyone who could have been asked, by default all who occur.
+    A torn context is mended, as it was for the teachers.
     Raises ValueError for duplicate or unknown state ids and as `consensus` and `arbitrate` do.
     """
     pairs, ordered, teachers = [], vote.get("ordered", False), vote.get("teachers")
@@ -72,11 +73,8 @@ def extract_dpo_pairs(
     facts |= {"min_margin": vote.get("min_margin", 1)}
     for state, found in decided(states, teacher_actions, agreement_threshold, **vote):
         if found.outcome == "pair":
-            shown = (
-                state.messages
-                if tokenizer is None
-                else student_messages(state.messages, tokenizer, state.tools)
-            )
+            shown = mend_context(state.messages)[0]  # what the teachers were shown
+            shown = shown if tokenizer is None else student_messages(shown, tokenizer, state.tools)
             own = speller(state, ordered=ordered)(state.student_action)
             more = facts | _votes(found, _everyone(teacher_actions, teachers)) | {"canonical_rejected": own}
             pairs.append(_pair(state, found, list(shown), render, more))

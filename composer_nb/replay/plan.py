@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,15 @@ from .local_teacher import LocalTeacher
 from .pairs import PairReport, consensus_table, extract_dpo_pairs
 from .prices import Prices
 from .protocol import Teacher, TeacherReply
-from ..traces import Action, DPOPair, TraceState, load_states, vendor_of
+from composer_nb.traces import (
+    Action,
+    ContextError,
+    ContextReport,
+    DPOPair,
+    TraceState,
+    load_states,
+    vendor_of,
+)
 
 # %% auto #0
 __all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table', 'consensus_of']
@@ -174,14 +183,16 @@ def recorded(
 ) -> Recorded:
     """The replies that a ledger has for these states and teachers; nobody is asked.
 
-    A teacher of the vendor that acted has no question there, unless `allow_same_vendor`.
+    A teacher of the vendor that acted has no question there, unless `allow_same_vendor`, and nobody has one
+    where the context cannot be mended.
     """
     actions: dict[str, dict[str, Action]] = {state.state_id: {} for state in states}
     replies: dict[str, dict[str, TeacherReply | None]] = {state.state_id: {} for state in states}
     rows = {t.name: {"questions": 0, "actions": 0, "skipped": 0, "no reply": 0, "usd": 0.0} for t in teachers}
+    sent = list(_sent(states))
     for teacher in teachers:
         row = rows[teacher.name]
-        for state in states:
+        for state in sent:
             if not allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
                 continue
             reply = ledger.known((request := teacher.request(state)).key)
@@ -197,6 +208,14 @@ def recorded(
     return Recorded(actions, rows, replies)
 
 # %% ../../nbs/replay/50_plan.ipynb #planx016
+def _sent(states: Iterable[TraceState]) -> Iterator[TraceState]:
+    "The states as a replay asks about them: contexts mended, without those that cannot be."
+    report = ContextReport()
+    for state in states:
+        with suppress(ContextError):
+            yield report.taken(state)
+
+
 def pairs_of(plan: ReplayPlan, states: Sequence[TraceState], found: Recorded) -> list[DPOPair]:
     "The pairs of a plan, from what is on disk."
     tokenizer = None

@@ -321,7 +321,8 @@ async def replay_trace(
         out = Replay(max_total_usd=max_total_usd, ledger=book.path)
         bar = stack.enter_context(_bar(states, teachers, options))
         account = _Account(teachers, out, bar)
-        planner = Planner(teachers, book, options.allow_same_vendor, set(options.ask_again))
+        again = set(options.ask_again)
+        planner = Planner(teachers, book, options.allow_same_vendor, again, out.contexts)
         check = _clean_check(teachers) if options.check == "clean" else options.check
         if options.dry_run:
             return _estimate(planner, account, states, check, budget, options.progress)
@@ -409,7 +410,8 @@ def _estimate(
     totals = {name: math.fsum(row[name] for row in rows.values()) for name in ("worst_usd", "expected_usd")}
     calls = sum(int(row["calls"]) for row in rows.values())
     estimate = Estimate(count, calls, account.out.cached, **totals, assumption=assumption, by_teacher=rows,
-                        committed_usd=budget.spent_usd, max_total_usd=budget.max_total_usd)
+                        committed_usd=budget.spent_usd, max_total_usd=budget.max_total_usd,
+                        contexts=planner.contexts)
     print(estimate) if show else None
     return estimate
 

@@ -21,6 +21,7 @@ from composer_nb.traces.ingester import (
     log_files,
     record_format,
 )
+from composer_nb.traces.contexts import ContextError, ContextReport, Mend, mend_context
 from composer_nb.traces.lines import IngestReport, Problem, Source, decode_line
 from composer_nb.traces.openai_chat import ChatIngester
 from composer_nb.traces.pair import DPOPair
@@ -59,6 +60,10 @@ __all__ = [
     "AnthropicIngester",
     "ChatIngester",
     "ClaudeCodeIngester",
+    "ContextError",
+    "ContextReport",
+    "Mend",
+    "mend_context",
     "CodexIngester",
     "DPOPair",
     "FileIngester",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .claude_turns import assistant_blocks, message_of, user_blocks
+from .contexts import ABORTED
 from .ingester import text_or
 from .lines import Source
 from .openai_chat import ChatIngester, ChatRecord
@@ -60,7 +61,7 @@ def _answered(messages: list[Message], skipped: Counter[str]) -> list[Message]:
             open_ = [id for id in open_ if id != message["tool_call_id"]]
         else:
             skipped["call without a result, stands as aborted"] += len(open_)
-            whole += [{"role": "tool", "tool_call_id": id, "content": "aborted"} for id in open_]
+            whole += [{"role": "tool", "tool_call_id": id, "content": ABORTED} for id in open_]
             open_ = [call["id"] for call in message.get("tool_calls", ())]
         whole.append(message)
     return whole

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_nb.traces.ingester import (
+    FAILED_ASIDE,
     TOOL_ERROR,
     FileIngester,
     arguments_of,
@@ -20,7 +21,7 @@ from composer_nb.traces.ingester import (
     split_thought,
     text_or,
 )
-from .lines import Source
+from .lines import IngestReport, Source
 from .prefix import Prefix
 from composer_nb.traces.state import (
     Action,
@@ -185,17 +186,28 @@ def _sampled_ids(step: Mapping[str, Any]) -> tuple[int, ...] | None:
     ids = metrics.get("completion_token_ids") if isinstance(metrics, Mapping) else None
     return tuple(ids) if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
 
-
+# %% ../../nbs/data/08_atif.ipynb #c014-4dac-b
 def _children(trajectory: Trajectory) -> Iterator[Trajectory]:
     "The trajectories of its sub-agents, as far as they are wanted and whole."
     children = trajectory.record.get("subagent_trajectories")
     for number, child in enumerate(children if isinstance(children, list) else [], 1):
         if not trajectory.sidechains:
             trajectory.source.report.skipped["sub-agent trajectory"] += 1
+            if failed := _failed_calls(trajectory, child):
+                trajectory.source.report.skipped[FAILED_ASIDE] += failed
         elif isinstance(child, dict) and isinstance(child.get("steps"), list):
             yield replace(trajectory, record=child, name=f"{trajectory.full_name}/sub{number}")
         else:
             trajectory.source.bad(trajectory.line, f"sub-agent trajectory {number} has no steps")
+
+
+def _failed_calls(trajectory: Trajectory, child: Any) -> int:
+    "The failed calls of a sub-agent and of its own, which are not read."
+    if not isinstance(child, dict) or not isinstance(child.get("steps"), list):
+        return 0
+    quiet = replace(trajectory.source, report=IngestReport())
+    states = replace(trajectory, source=quiet, record=child, sidechains=True).states()
+    return sum(len(state.failures) for state in states)
 
 # %% ../../nbs/data/08_atif.ipynb #c015-e1f59b
 class ATIFIngester(FileIngester, format="atif"):

@@ -24,7 +24,7 @@ from composer_nb.traces.claude_turns import (
     unanswered,
     user_blocks,
 )
-from .ingester import FileIngester, text_or
+from .ingester import FAILED_ASIDE, FileIngester, text_or
 from .lines import Source
 from .state import Message, TraceState
 
@@ -296,6 +296,8 @@ def _is_read(log: ClaudeLog, record: Record) -> bool:
     report.types[record.kind] += 1
     if record.side and not log.sidechains:
         report.skipped["side chain record"] += 1
+        if failed := _marked(record.data):
+            report.skipped[FAILED_ASIDE] += failed
         return False
     if record.kind not in KNOWN_TYPES:
         report.unknown[record.kind] += 1
@@ -315,6 +317,14 @@ def _cut(log: ClaudeLog, record: Record) -> tuple[Tree, Place]:
     for tree in ended_by(log.forest, record):
         log.close(tree)
     return fresh, fresh.last
+
+
+def _marked(data: Mapping[str, Any]) -> int:
+    "How many results of a record are marked as errors."
+    message = data.get("message")
+    content = message.get("content") if isinstance(message, Mapping) else None
+    blocks = content if isinstance(content, list) else []
+    return sum(isinstance(block, Mapping) and block.get("is_error") is True for block in blocks)
 
 # %% ../../nbs/data/07_claude_code.ipynb #c024-996767
 def _take(log: ClaudeLog, record: Record, tree: Tree, place: Place) -> Place:
@@ -364,7 +374,7 @@ class ClaudeCodeIngester(FileIngester, format="claude-code"):
     late records. Raises ValueError when that is less than one.
     """
 
-    has_sidechains = True
+    has_sidechains, turn_fact = True, "message_id"
 
     def __init__(self, *, sidechains: bool = False, live_conversations: int = 16) -> None:
         super().__init__()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from .claude_turns import assistant_blocks, message_of, user_blocks
 from .conversation import Conversation, counted
-from .ingester import TOOL_ERROR, FileIngester, listed, text_or
+from .ingester import FAILED_ASIDE, TOOL_ERROR, FileIngester, listed, text_or
 from .lines import Source
 from .prefix import Prefix
 from .state import ToolCall, TraceState
@@ -75,7 +76,7 @@ def _read(stream: ClaudeStream, line: int, record: Mapping[str, Any]) -> None:
     elif kind not in ("assistant", "user"):
         report.unknown[kind or "(no type)"] += 1
     elif parent and not stream.sidechains:
-        report.skipped["side chain record"] += 1
+        _left_aside(stream, kind, record)
     else:
         facts = {**stream.facts, **({"sidechain": True, "agent": parent} if parent else {})}
         talk = stream.talks.setdefault(parent, Conversation(stream.source, facts=facts))
@@ -101,6 +102,15 @@ def _system(stream: ClaudeStream, record: Mapping[str, Any]) -> None:
         stream.source.report.skipped[f"system {subtype}"] += 1
 
 # %% ../../nbs/data/09_claude_stream.ipynb #stream007s
+def _left_aside(stream: ClaudeStream, kind: str, record: Mapping[str, Any]) -> None:
+    "Count a record of a side chain, and the failed calls that it tells of."
+    skipped = stream.source.report.skipped
+    skipped["side chain record"] += 1
+    results = user_blocks(message_of(record)[1], Counter())[0] if kind == "user" else {}
+    if failed := sum(result.is_error for result in results.values()):
+        skipped[FAILED_ASIDE] += failed
+
+
 def _user(stream: ClaudeStream, talk: Conversation, line: int, record: Mapping[str, Any]) -> None:
     results, said = user_blocks(message_of(record)[1], stream.source.report.skipped)
     for id, result in results.items():

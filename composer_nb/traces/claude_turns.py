@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .contexts import ABORTED
 from .ingester import TOOL_ERROR, arguments_of, result_text
 from .prefix import Prefix
 from .state import Action, Message, ToolCall, ToolFailure, action_message, tool_call
@@ -239,7 +240,7 @@ def unanswered(place: Place) -> list[str]:
 def settled(place: Place) -> Place:
     "The place with a result that says *aborted* for each of these calls: another turn begins behind it."
     lost = unanswered(place)
-    results = {id: Result({"role": "tool", "tool_call_id": id, "content": "aborted"}) for id in lost}
+    results = {id: Result({"role": "tool", "tool_call_id": id, "content": ABORTED}) for id in lost}
     return Place(place.base, place.turn, place.own | results, place.trailing, place.added) if lost else place
 
 # %% ../../nbs/data/06_claude_turns.ipynb #c024-b7f682-b

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,12 @@ class Output:
     failed: bool = False
 
     @classmethod
-    def of(cls, value: Any) -> Output:
+    def of(cls, value: Any, skipped: Counter[str] | None = None) -> Output:
         "Raises ValueError for anything but a text, content parts, or an object with `content`."
         if isinstance(value, Mapping):
-            return cls(cls.of(value.get("content", "")).text, failed=value.get("success") is False)
+            return cls(cls.of(value.get("content", ""), skipped).text, failed=value.get("success") is False)
         if isinstance(value, list):
-            return cls(parts_text(value))
+            return cls(parts_text(value, skipped))
         if not isinstance(value, str):
             raise ValueError(f"the output of a call is {type(value).__name__}, neither text nor parts")
         envelope = _envelope(value)
@@ -62,14 +63,19 @@ def _envelope(text: str) -> Mapping[str, Any] | None:
     return value if fits and isinstance(value.get("output"), str) else None
 
 # %% ../../nbs/data/09_codex.ipynb #codex007
-def parts_text(parts: Sequence[Any] | str) -> str:
-    "The text of content parts; another part stands as its type in brackets. Raises ValueError for others."
+def parts_text(parts: Sequence[Any] | str, skipped: Counter[str] | None = None) -> str:
+    """The text of content parts; another part stands as its type in brackets, and is counted in `skipped`.
+
+    Raises ValueError for what is no part.
+    """
     found = [parts] if isinstance(parts, str) else []
     for part in () if isinstance(parts, str) else parts:
         if not isinstance(part, Mapping):
             raise ValueError(f"a content part is {type(part).__name__}, not an object")
         kind = part.get("type")
         is_text = kind in ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+        if not is_text and skipped is not None:
+            skipped[f"part {kind}"] += 1
         found.append(text_or(part.get("text")) if is_text else f"[{kind}]")
     return "\n".join(found)
 
@@ -164,28 +170,28 @@ def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 # %% ../../nbs/data/09_codex.ipynb #codex015
 def take_item(talk: Conversation, line: int, item: Mapping[str, Any], exit_codes: bool = False) -> None:
     "One item of the model's input or output. Raises ValueError for one of another shape."
-    kind = text_or(item.get("type"))
+    kind, skipped = text_or(item.get("type")), talk.source.report.skipped
     is_said = kind == "message" and item.get("role") != "assistant"
     if talk.turn is not None and (kind in OUTPUTS or is_said):
         talk.turn.over = True  # also where the item cannot be read
     if kind in OUTPUTS:
-        output = Output.of(item.get("output"))
+        output = Output.of(item.get("output"), skipped)
         failed = TOOL_ERROR if output.failed else "exit_code" if exit_codes and output.exit_code else ""
         talk.result(line, text_or(item.get("call_id") or item.get("id")), output.text, failed)
     elif is_said:
-        talk.said(_said(item))
+        talk.said(_said(item, skipped))
     elif kind in ITEMS:
-        _grow(talk.acts(line), kind, item)
+        _grow(talk.acts(line), kind, item, skipped)
     else:
-        talk.source.report.skipped[f"item {kind}"] += 1
+        skipped[f"item {kind}"] += 1
 
-
-def _grow(turn: OpenTurn, kind: str, item: Mapping[str, Any]) -> None:
+# %% ../../nbs/data/09_codex.ipynb #codex015b
+def _grow(turn: OpenTurn, kind: str, item: Mapping[str, Any], skipped: Counter[str]) -> None:
     "Take an item of the model into its turn."
     if kind == "message":
-        turn.texts.append(parts_text(item.get("content") or []))
+        turn.texts.append(parts_text(item.get("content") or [], skipped))
     elif kind == "reasoning":
-        turn.thoughts.append(parts_text(item.get("summary") or item.get("content") or []))
+        turn.thoughts.append(parts_text(item.get("summary") or item.get("content") or [], skipped))
     elif kind == "function_call":
         turn.call(item.get("name"), item.get("arguments"), item.get("call_id"))
     elif kind == "custom_tool_call":
@@ -196,11 +202,11 @@ def _grow(turn: OpenTurn, kind: str, item: Mapping[str, Any]) -> None:
         turn.call("local_shell", shown, item.get("call_id") or item.get("id"))
 
 
-def _said(item: Mapping[str, Any]) -> Message:
+def _said(item: Mapping[str, Any], skipped: Counter[str]) -> Message:
     "A message that is not the model's. Raises ValueError for a role that no chat has."
     if item.get("role") not in ("user", "system", "developer"):
         raise ValueError(f"a message has role {item.get('role')!r}, not user, system, developer or assistant")
-    return {"role": item["role"], "content": parts_text(item.get("content") or [])}
+    return {"role": item["role"], "content": parts_text(item.get("content") or [], skipped)}
 
 # %% ../../nbs/data/09_codex.ipynb #codex016
 def _response_item(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:

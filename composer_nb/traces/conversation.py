@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .contexts import ABORTED
 from .ingester import TOOL_ERROR, arguments_of, text_or
 from .lines import Source
 from .prefix import Prefix
@@ -130,7 +131,7 @@ def _settled(turn: OpenTurn, source: Source) -> Prefix:
     for id, call in turn.calls.items():
         if id not in turn.results:
             source.repair(turn.line, f"call {id[:60]!r} of {call.name} has no result; it stands as aborted")
-        aborted = {"role": "tool", "tool_call_id": id, "content": "aborted"}
+        aborted = {"role": "tool", "tool_call_id": id, "content": ABORTED}
         results.append(turn.results.get(id, aborted))
     did = [action_message(turn.action)] if turn.action else []
     return turn.before.plus(*did, *results, *turn.trailing)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .conversation import Conversation, OpenTurn, counted
-from .ingester import TOOL_ERROR, FileIngester, listed, text_or
+from .ingester import FAILED_ASIDE, TOOL_ERROR, FileIngester, listed, text_or
 from .lines import IngestReport, Source
 from .prefix import Prefix
 from .state import ToolCall, TraceState
@@ -288,10 +288,12 @@ class GeminiIngester(FileIngester, format="gemini"):
         for state in GeminiLog(source).states():
             if state.metadata.get("sidechain") and not self.sidechains:
                 source.report.skipped["side chain turn"] += 1
+                if state.failures:
+                    source.report.skipped[FAILED_ASIDE] += len(state.failures)
             else:
                 yield state
 
-
+# %% ../../nbs/data/09_gemini.ipynb #gemini18b
 def _is_content(value: Any) -> bool:
     fits = isinstance(value, Mapping) and value.get("role") in ("user", "model")
     return fits and isinstance(value.get("parts"), list)

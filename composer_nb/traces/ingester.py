@@ -19,9 +19,9 @@ from .lines import IngestReport, Source
 from .state import LATE_THOUGHT, TraceState, content_text
 
 # %% auto #0
-__all__ = ['Format', 'INGESTERS', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'own_records', 'log_files',
-           'text_or', 'listed', 'arguments_of', 'result_text', 'split_thought', 'record_format', 'file_format',
-           'ingest']
+__all__ = ['Format', 'INGESTERS', 'FAILED_ASIDE', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'own_records',
+           'log_files', 'text_or', 'listed', 'arguments_of', 'result_text', 'split_thought', 'record_format',
+           'file_format', 'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
 Format = Literal[
@@ -51,6 +51,7 @@ class FileIngester(ABC):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
     has_sidechains: ClassVar[bool] = False
     has_exit_codes: ClassVar[bool] = False
+    turn_fact: ClassVar[str] = ""  # names a turn in every copy of its session
 
     def __init_subclass__(cls, format: str | None = None) -> None:
         super().__init_subclass__()
@@ -115,27 +116,50 @@ def log_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
     return files
 
 
-def _read_files(
-    root: Path, files: Sequence[tuple[Path, FileIngester | None]], report: IngestReport
-) -> Iterator[TraceState]:
-    with _progress([file for file, _ in files]) as bar:
-        for file, ingester in files:
-            if ingester is None:
-                report.skipped["file of no known format"] += 1
-            elif root.is_dir() and ingester.passes_over(file):
-                report.skipped["side chain file"] += 1
-            else:
-                name = file.relative_to(root).as_posix() if root.is_dir() else file.name
-                for state in ingester.states_of(Source(file, name, report, bar)):
-                    report.states += 1
-                    yield state
-
-
 def _progress(files: Sequence[Path], from_bytes: int = 64 << 20) -> tqdm:
     size = sum(file.stat().st_size for file in files)
     return tqdm(
         total=size, unit="B", unit_scale=True, desc="ingest", disable=size < from_bytes, mininterval=0.5
     )
+
+# %% ../../nbs/data/05_ingester.ipynb #readfil0
+FAILED_ASIDE = "failed call in a side chain"
+_MARKED = re.compile(rb'"is_error":\s*true')
+
+
+def _read_files(
+    root: Path, files: Sequence[tuple[Path, FileIngester | None]], report: IngestReport
+) -> Iterator[TraceState]:
+    seen: dict[tuple[str, int, str], Path] = {}
+    with _progress([file for file, _ in files]) as bar:
+        for file, ingester in files:
+            if ingester is None:
+                report.skipped["file of no known format"] += 1
+            elif root.is_dir() and ingester.passes_over(file):
+                _pass_over(file, report)
+            else:
+                name = file.relative_to(root).as_posix() if root.is_dir() else file.name
+                for state in ingester.states_of(Source(file, name, report, bar)):
+                    if len(files) > 1 and _is_copy(state, file, ingester.turn_fact, seen):
+                        report.skipped["turn of a resumed copy"] += 1
+                        continue
+                    report.states += 1
+                    yield state
+
+
+def _pass_over(file: Path, report: IngestReport) -> None:
+    "Count a file of a side chain, and the failed calls in it."
+    report.skipped["side chain file"] += 1
+    with file.open("rb") as lines:
+        if failed := sum(len(_MARKED.findall(line)) for line in lines):
+            report.skipped[FAILED_ASIDE] += failed
+
+
+def _is_copy(state: TraceState, file: Path, fact: str, seen: dict[tuple[str, int, str], Path]) -> bool:
+    "Whether an earlier file had this turn: of one name, at one length of context, with one text."
+    turn = text_or(state.metadata.get(fact))
+    key = (turn, len(state.messages), state.student_action.text)
+    return bool(turn) and seen.setdefault(key, file) != file
 
 # %% ../../nbs/data/05_ingester.ipynb #c011-926755
 TOOL_ERROR = "tool_error"
