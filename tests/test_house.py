@@ -120,5 +120,23 @@ def test_a_stale_table_fails_and_is_mended(house):
     assert done.returncode == 1 and "hidden_uses: book/house.json says 0, measured 1" in done.stdout
 
 
+def test_a_page_that_never_ran_alone_is_counted_from_the_table_of_contents(house):
+    """What ran alone is held against the book, not against the list that the run itself wrote."""
+    (house / "spikes/006_real_model_cpu").mkdir(parents=True)
+    (house / "spikes/006_real_model_cpu/spike.ipynb").write_text((house / "nbs/a/00_first.ipynb").read_text())
+    (house / "_toc.yml").write_text(
+        TOC + "  - caption: Spikes\n    chapters: [{file: spikes/006_real_model_cpu/spike}]\n"
+    )
+    (house / "book").mkdir()
+    kept = {"chapters": ["nbs/a/00_first", "nbs/a/gone"], "ran": ["nbs/a/00_first", "nbs/a/gone"]}
+    (house / "book/lone.json").write_text(json.dumps(kept))
+    figures, details = measure_house.measure(house)
+    assert details["lone_chapters"] == ["nbs/a/00_first", "nbs/a/01_second", "spikes/006_real_model_cpu/spike"]
+    assert details["lone_chapters_run"] == ["nbs/a/00_first"]
+    assert (figures["lone_chapters_run"], figures["lone_chapters"]) == (1, 3)
+    (house / "book/lone.json").unlink()
+    assert measure_house.measure(house)[0]["lone_chapters_run"] == 0
+
+
 def test_the_book_is_framed():
     assert frame.stale(ROOT, write=False) == []
