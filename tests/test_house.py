@@ -1,5 +1,6 @@
 """What measures the house finds what it counts, and the frame of a chapter follows the table of contents."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -140,3 +141,21 @@ def test_a_page_that_never_ran_alone_is_counted_from_the_table_of_contents(house
 
 def test_the_book_is_framed():
     assert frame.stale(ROOT, write=False) == []
+
+
+def undocumented(path: Path) -> list[str]:
+    """Functions and classes that `__all__` of a module names and that have no docstring."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"]
+    names = {n.value for value in listed for n in ast.walk(value) if isinstance(n, ast.Constant)}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [n.name for n in tree.body if isinstance(n, kinds) and n.name in names and not ast.get_docstring(n)]
+
+
+def test_every_public_name_says_what_it_is(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text("__all__ = ['a', 'B']\ndef a(): ...\nclass B: ...\ndef c(): ...\ndef _d(): ...\n")
+    assert undocumented(module) == ["a", "B"]
+    modules = sorted((ROOT / "composer_nb").rglob("*.py"))
+    found = {str(path.relative_to(ROOT)): names for path in modules if (names := undocumented(path))}
+    assert found == {}

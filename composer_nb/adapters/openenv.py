@@ -86,6 +86,8 @@ class RemoteTurn(Turn):
 
 
 def turn_from_json(told: Mapping[str, str], hints: Mapping[str, str]) -> RemoteTurn:
+    """The turn that `turn_as_json` wrote: `told["turn"]` is its JSON; `hints` are the texts by kind, which
+    travel beside it. Raises KeyError or ValueError for another form."""
     kept = json.loads(told["turn"])
     call = kept["call"] and Call(kept["call"]["name"], kept["call"]["arguments"])
     fault = kept["fault"] and Fault(*kept["fault"])
@@ -350,6 +352,7 @@ def opened(
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe0000d2
 def idle_or_none(idle: list[Any]) -> Any:
+    "Take a connection that nobody plays on; None where all are lent."
     try:
         return idle.pop()
     except IndexError:
@@ -357,6 +360,7 @@ def idle_or_none(idle: list[Any]) -> Any:
 
 
 def close_all(idle: list[Any]) -> None:
+    "Close the connections that nobody plays on, and forget them."
     while client := idle_or_none(idle):
         client.close()
 
