@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,4 +159,19 @@ def test_every_public_name_says_what_it_is(tmp_path):
     assert undocumented(module) == ["a", "B"]
     modules = sorted((ROOT / "composer_nb").rglob("*.py"))
     found = {str(path.relative_to(ROOT)): names for path in modules if (names := undocumented(path))}
+    assert found == {}
+
+
+PARTS_OF_A_CHAPTER = {
+    "what is not established": re.compile(r"^#+ .*[Nn]ot established", re.MULTILINE),
+    "exercises": re.compile(r"^(?:#+ |\*\*)Exercise", re.MULTILINE),
+}
+
+
+def test_a_chapter_says_what_is_not_established_and_asks_something():
+    found = {}
+    for page in [page for page in measure_house.toc_order(ROOT) if page.startswith("nbs/")]:
+        told = measure_house.read_chapter(ROOT / f"{page}.ipynb").markdown
+        if missing := [part for part, heading in PARTS_OF_A_CHAPTER.items() if not heading.search(told)]:
+            found[page] = missing
     assert found == {}
