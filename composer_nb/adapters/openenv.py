@@ -86,12 +86,10 @@ class RemoteTurn(Turn):
 
 
 def turn_from_json(told: Mapping[str, str], hints: Mapping[str, str]) -> RemoteTurn:
-    """The turn that `turn_as_json` wrote: `told["turn"]` is its JSON; `hints` are the texts by kind, which
-    travel beside it. Raises KeyError or ValueError for another form."""
+    "The turn that `turn_as_json` wrote, with its hints by kind. Raises KeyError or ValueError for another form."
     kept = json.loads(told["turn"])
     call = kept["call"] and Call(kept["call"]["name"], kept["call"]["arguments"])
-    fault = kept["fault"] and Fault(*kept["fault"])
-    return RemoteTurn(**{**kept, "call": call, "fault": fault}, hints=hints)
+    return RemoteTurn(**kept | {"call": call, "fault": kept["fault"] and Fault(*kept["fault"])}, hints=hints)
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000009
 SPLITS = ("train", "heldout")
@@ -325,9 +323,8 @@ def remedy(url: str, name: str, seconds: float, error: str) -> str:
     if for_good(error):
         return f"no episode from {url}: {error}. Was it started again with other tasks?"
     told = f"no episode from {url} in {seconds:.0f} s: {error}. "
-    if "CAPACITY_REACHED" in error:
-        return told + "Raise its --sessions."
-    return told + f"Is `composer-nb serve {name}` running?"
+    full = "CAPACITY_REACHED" in error
+    return told + ("Raise its --sessions." if full else f"Is `composer-nb serve {name}` running?")
 
 
 def checked_family(episode: RemoteEpisode, name: str) -> RemoteEpisode:
