@@ -86,7 +86,7 @@ class RemoteTurn(Turn):
 
 
 def turn_from_json(told: Mapping[str, str], hints: Mapping[str, str]) -> RemoteTurn:
-    "The turn that `turn_as_json` wrote, with its hints by kind. Raises KeyError or ValueError for another form."
+    "The turn that `turn_as_json` wrote, with its hints by kind. KeyError or ValueError for another form."
     kept = json.loads(told["turn"])
     call = kept["call"] and Call(kept["call"]["name"], kept["call"]["arguments"])
     return RemoteTurn(**kept | {"call": call, "fault": kept["fault"] and Fault(*kept["fault"])}, hints=hints)
