@@ -296,22 +296,40 @@ def add_run_card(app, docname: str, notebook: dict) -> None:
 
 class NewestVerdicts(SphinxDirective):
     """```{newest-verdicts}```: one row per spike: its question, its newest run, what the rule gave and what
-    stands."""
+    stands. With content, only the spikes that its lines name, in their order: `spike: question in short`.
+    """
+
+    has_content = True
 
     def run(self):
         self.env.note_reread()
         root, rows = Path(self.env.srcdir), []
-        for spike in spikes(root):
-            runs = runs_of(root, spike)
-            run = newest(runs)
-            link = f"[{question(root, spike)}](/spikes/{spike}/spike.ipynb)"
-            last = f"[{run.name}](/{run.page}.ipynb), {moment(run.facts.get('started'))[:10]}" if run else "–"
-            rows.append(f"| {link} | {run.verdict if run else 'not run'} | {last} |")
-        box = nodes.container(classes=["verdicts"])
-        box += self.parse_text_to_nodes(
-            "\n".join(["| question | newest verdict | run |", "|---|---|---|", *rows])
-        )
+        for spike, asked in self._asked(root).items():
+            run = newest(runs_of(root, spike))
+            rows.append(f"| [{asked}](/spikes/{spike}/spike.ipynb) | {self._found(run)} |")
+        head = ["question", "newest verdict"] if self.content else ["question", "newest verdict", "run"]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]
+        box = nodes.container(classes=["verdicts", *(["verdicts-short"] if self.content else [])])
+        box += self.parse_text_to_nodes("\n".join(lines))
         return [box]
+
+    def _found(self, run: Run | None) -> str:
+        """The cells beside a question; in short the verdict leads to its run."""
+        if run is None:
+            return "not run" if self.content else "not run | –"
+        if self.content:
+            return f"[{run.verdict}](/{run.page}.ipynb)"
+        return f"{run.verdict} | [{run.name}](/{run.page}.ipynb), {moment(run.facts.get('started'))[:10]}"
+
+    def _asked(self, root: Path) -> dict[str, str]:
+        """The questions of the spikes that are shown."""
+        there = spikes(root)
+        if not self.content:
+            return {spike: question(root, spike) for spike in there}
+        named = dict(re.split(r":\s+", line, maxsplit=1) for line in self.content if line.strip())
+        for spike in named.keys() - set(there):
+            logger.warning("newest-verdicts: there is no spike %s", spike, location=self.get_location())
+        return {spike: asked for spike, asked in named.items() if spike in there}
 
 
 class FigurePlot(SphinxDirective):

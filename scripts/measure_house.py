@@ -23,6 +23,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "composer_nb"
+QUICKSTART = "spikes/006_real_model_cpu/spike"
 CELL, MODULE, CLASS, PARAMETERS, LINE = 40, 400, 120, 9, 110
 HIDDEN = re.compile(r"^#\s*\|\s*(hide|hide_input|default_exp)\b", re.MULTILINE)
 EXPORTED = re.compile(r"^#\s*\|\s*exporti?\b", re.MULTILINE)
@@ -168,6 +169,18 @@ def toc_order(root: Path) -> list[str]:
 
     pages = walk(yaml.safe_load((root / "_toc.yml").read_text()))
     return [page for page in pages if any((root / f"{page}{end}").is_file() for end in (".ipynb", ".md"))]
+
+
+def lone_pages(root: Path) -> list[str]:
+    """Pages that must run alone, in reading order: every chapter, and the quickstart's spike."""
+    return [page for page in toc_order(root) if page.startswith("nbs/") or page == QUICKSTART]
+
+
+def lone_facts(root: Path) -> dict[str, list[str]]:
+    """Which pages must run alone, and which of them did when `make lone` last wrote `book/lone.json`."""
+    kept, wanted = root / "book" / "lone.json", lone_pages(root)
+    ran = set(json.loads(kept.read_text())["ran"]) if kept.exists() else set()
+    return {"lone_chapters": wanted, "lone_chapters_run": [page for page in wanted if page in ran]}
 
 
 def next_disagreements(chapters: Sequence[Chapter], order: Sequence[str], root: Path) -> list[str]:
@@ -328,8 +341,6 @@ def measure(root: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
     chapters, order = [read_chapter(path) for path in paths], toc_order(root)
     package, cells, runs = package_lengths(root), chapter_lengths(chapters, root), run_facts(root)
     over, lines = long_lines(chapters, root)
-    lone = root / "book" / "lone.json"
-    ran = json.loads(lone.read_text()) if lone.exists() else {"chapters": [], "ran": []}
     details = {
         "modules_over_400": package["modules"],
         "exported_cells_over_40": [f"{where}: {n} lines" for n, where in cells["exported"] if n > CELL],
@@ -341,8 +352,7 @@ def measure(root: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
         ],
         "next_disagreements": next_disagreements(chapters, order, root),
         "imports_before_their_chapter": late_imports(chapters, order, root),
-        "lone_chapters": ran["chapters"],
-        "lone_chapters_run": ran["ran"],
+        **lone_facts(root),
         "runs": runs["runs"],
         "runs_clean": runs["runs_clean"],
         "runs_unknown_commit": runs["runs_unknown_commit"],

@@ -31,13 +31,14 @@ from pathlib import Path
 import nbformat
 from jupyter_client.manager import KernelManager
 from launch import LAUNCH_MARK, ROOT, add_launch_cell, extras, is_launch_cell, version
-from measure_house import toc_order
+from measure_house import QUICKSTART as SPIKE
+from measure_house import lone_pages
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from composer_nb.wheelhouse import pack_book
 
-SPIKE, SMOKE = "spikes/006_real_model_cpu/spike", {"smoke": "True", "out": "'out'"}
+SMOKE = {"smoke": "True", "out": "'out'"}
 # Of what Colab and Kaggle preinstall: all that the package asks for and they have.
 PREINSTALLED = (
     "torch", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib", "peft", "ipykernel", "pip", "setuptools"
@@ -70,18 +71,11 @@ class Job:
     needs: tuple[str, ...]
 
 
-def pages(root: Path) -> list[str]:
-    """Every chapter in reading order, and the quickstart's spike."""
-    order = toc_order(root)
-    return [p for p in order if p.startswith("nbs/") or p == SPIKE]
-
-
 def picked(root: Path, names: Sequence[str]) -> list[str]:
-    found = [
-        p for p in pages(root) if not names or any(n in (p, f"{p}.ipynb") or part_begins(p, n) for n in names)
-    ]
+    known = lone_pages(root)
+    found = [p for p in known if not names or any(n in (p, f"{p}.ipynb") or part_begins(p, n) for n in names)]
     if not found:
-        raise SystemExit(f"no page is called {', '.join(names)}; known: {', '.join(pages(root))}")
+        raise SystemExit(f"no page is called {', '.join(names)}; known: {', '.join(known)}")
     return found
 
 

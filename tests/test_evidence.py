@@ -4,6 +4,7 @@ checks.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import nbformat
 import pytest
+import yaml
 
 import composer_nb
 from composer_nb.results import (
@@ -389,3 +391,35 @@ def test_check_runs_is_part_of_the_check_of_notebooks() -> None:
     import check_notebooks
 
     assert isinstance(check_notebooks.check_runs, ModuleType)
+
+
+READS_A_RUN = re.compile(r"(?:\{metric\}`|\{curve-plot\} *)(?P<spike>\d\w+)/(?:runs/)?(?P<run>[\w-]+)")
+
+
+def read_elsewhere(root: Path) -> list[str]:
+    """Pages that read a figure or a curve from a run of another spike whose verdict no longer stands."""
+    standing = yaml.safe_load((root / "book" / "standing.yml").read_text(encoding="utf-8"))
+    fallen = {(spike, run) for spike, entry in standing.items() for run in entry["runs"]}
+    found = []
+    pages = [*root.glob("*.md"), *root.glob("book/**/*.md"), *root.glob("nbs/*/*.ipynb"), *root.glob("spikes/*/*.*")]
+    for page in sorted(pages):
+        own = page.parent.name if page.parent.parent.name == "spikes" else None
+        read = {(m["spike"], m["run"]) for m in READS_A_RUN.finditer(page.read_text(encoding="utf-8", errors="replace"))}
+        found += [f"{page.relative_to(root)}: {spike}/{run}" for spike, run in sorted(read & fallen) if spike != own]
+    return found
+
+
+def test_no_page_builds_on_a_verdict_that_fell(tmp_path):
+    standing = "001_x:\n  runs: [a]\n  standing: confounded\n  since: 2026-01-01\n  why: because\n"
+    pages = {
+        "book/standing.yml": standing,
+        "book/map.md": "rises by {metric}`001_x/runs/a:lift:.2f`, not {metric}`001_x/runs/b:lift:.2f`",
+        "intro.md": "```{curve-plot} 001_x/a exact Title\n```",
+        "spikes/001_x/spike.ipynb": "its own page: {metric}`001_x/runs/a:lift:.2f`",
+        "spikes/002_y/spike.ipynb": "another's: {metric}`001_x/runs/a:lift:.2f`",
+    }
+    for name, text in pages.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_elsewhere(tmp_path) == [f"{p}: 001_x/a" for p in ("book/map.md", "intro.md", "spikes/002_y/spike.ipynb")]
+    assert read_elsewhere(ROOT) == []

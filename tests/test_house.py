@@ -1,6 +1,8 @@
 """What measures the house finds what it counts, and the frame of a chapter follows the table of contents."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,5 +122,56 @@ def test_a_stale_table_fails_and_is_mended(house):
     assert done.returncode == 1 and "hidden_uses: book/house.json says 0, measured 1" in done.stdout
 
 
+def test_a_page_that_never_ran_alone_is_counted_from_the_table_of_contents(house):
+    """What ran alone is held against the book, not against the list that the run itself wrote."""
+    (house / "spikes/006_real_model_cpu").mkdir(parents=True)
+    (house / "spikes/006_real_model_cpu/spike.ipynb").write_text((house / "nbs/a/00_first.ipynb").read_text())
+    (house / "_toc.yml").write_text(
+        TOC + "  - caption: Spikes\n    chapters: [{file: spikes/006_real_model_cpu/spike}]\n"
+    )
+    (house / "book").mkdir()
+    kept = {"chapters": ["nbs/a/00_first", "nbs/a/gone"], "ran": ["nbs/a/00_first", "nbs/a/gone"]}
+    (house / "book/lone.json").write_text(json.dumps(kept))
+    figures, details = measure_house.measure(house)
+    assert details["lone_chapters"] == ["nbs/a/00_first", "nbs/a/01_second", "spikes/006_real_model_cpu/spike"]
+    assert details["lone_chapters_run"] == ["nbs/a/00_first"]
+    assert (figures["lone_chapters_run"], figures["lone_chapters"]) == (1, 3)
+    (house / "book/lone.json").unlink()
+    assert measure_house.measure(house)[0]["lone_chapters_run"] == 0
+
+
 def test_the_book_is_framed():
     assert frame.stale(ROOT, write=False) == []
+
+
+def undocumented(path: Path) -> list[str]:
+    """Functions and classes that `__all__` of a module names and that have no docstring."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"]
+    names = {n.value for value in listed for n in ast.walk(value) if isinstance(n, ast.Constant)}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [n.name for n in tree.body if isinstance(n, kinds) and n.name in names and not ast.get_docstring(n)]
+
+
+def test_every_public_name_says_what_it_is(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text("__all__ = ['a', 'B']\ndef a(): ...\nclass B: ...\ndef c(): ...\ndef _d(): ...\n")
+    assert undocumented(module) == ["a", "B"]
+    modules = sorted((ROOT / "composer_nb").rglob("*.py"))
+    found = {str(path.relative_to(ROOT)): names for path in modules if (names := undocumented(path))}
+    assert found == {}
+
+
+PARTS_OF_A_CHAPTER = {
+    "what is not established": re.compile(r"^#+ .*[Nn]ot established", re.MULTILINE),
+    "exercises": re.compile(r"^(?:#+ |\*\*)Exercise", re.MULTILINE),
+}
+
+
+def test_a_chapter_says_what_is_not_established_and_asks_something():
+    found = {}
+    for page in [page for page in measure_house.toc_order(ROOT) if page.startswith("nbs/")]:
+        told = measure_house.read_chapter(ROOT / f"{page}.ipynb").markdown
+        if missing := [part for part, heading in PARTS_OF_A_CHAPTER.items() if not heading.search(told)]:
+            found[page] = missing
+    assert found == {}

@@ -30,7 +30,7 @@ from composer_nb.wheelhouse import collect, pack_book  # noqa: E402
 PLACE = ROOT / "nbs" / "kernels" / "tiny.ipynb"
 REMEDY = "switch on Settings > Internet"
 BLOCKED = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
-CHAPTERS = [p for p in run_lone.pages(ROOT)]
+CHAPTERS = [p for p in run_lone.lone_pages(ROOT)]
 
 # What a page relies on: the installed package (no checkout, not editable), its folder, the files beside it.
 RELIES = """

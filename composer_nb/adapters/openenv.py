@@ -86,10 +86,10 @@ class RemoteTurn(Turn):
 
 
 def turn_from_json(told: Mapping[str, str], hints: Mapping[str, str]) -> RemoteTurn:
+    "The turn that `turn_as_json` wrote, with its hints by kind. KeyError or ValueError for another form."
     kept = json.loads(told["turn"])
     call = kept["call"] and Call(kept["call"]["name"], kept["call"]["arguments"])
-    fault = kept["fault"] and Fault(*kept["fault"])
-    return RemoteTurn(**{**kept, "call": call, "fault": fault}, hints=hints)
+    return RemoteTurn(**kept | {"call": call, "fault": kept["fault"] and Fault(*kept["fault"])}, hints=hints)
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000009
 SPLITS = ("train", "heldout")
@@ -323,9 +323,8 @@ def remedy(url: str, name: str, seconds: float, error: str) -> str:
     if for_good(error):
         return f"no episode from {url}: {error}. Was it started again with other tasks?"
     told = f"no episode from {url} in {seconds:.0f} s: {error}. "
-    if "CAPACITY_REACHED" in error:
-        return told + "Raise its --sessions."
-    return told + f"Is `composer-nb serve {name}` running?"
+    full = "CAPACITY_REACHED" in error
+    return told + ("Raise its --sessions." if full else f"Is `composer-nb serve {name}` running?")
 
 
 def checked_family(episode: RemoteEpisode, name: str) -> RemoteEpisode:
@@ -350,6 +349,7 @@ def opened(
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe0000d2
 def idle_or_none(idle: list[Any]) -> Any:
+    "Take a connection that nobody plays on; None where all are lent."
     try:
         return idle.pop()
     except IndexError:
@@ -357,6 +357,7 @@ def idle_or_none(idle: list[Any]) -> Any:
 
 
 def close_all(idle: list[Any]) -> None:
+    "Close the connections that nobody plays on, and forget them."
     while client := idle_or_none(idle):
         client.close()
 

@@ -176,6 +176,7 @@ def meeting_rank(owner: ObjectStoreAllReduce) -> MeetingRank:
 
 
 def meeting_event(meeting: Meeting, record: RoundRecord) -> dict[str, Any]:
+    "How a round went, for the list of events: who took part, who closed it, seconds waited, bytes."
     ranks, size = sorted(record.refs), sum(ref.size for ref in record.refs.values())
     waited = round(time.monotonic() - meeting.began, 3)
     event = {"name": meeting.name, "round": meeting.number, "committed": record.committed, "ranks": ranks}

@@ -55,6 +55,8 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 
 def check_op(name: str, dtype: torch.dtype, op: Op) -> None:
+    """Raises ValueError for an unknown operation, for bool, and for a mean of integers; the message calls the
+    tensor `name`."""
     if op not in get_args(Op):
         raise ValueError(f"op is {op!r}: 'mean' or 'sum'")
     if dtype == torch.bool:

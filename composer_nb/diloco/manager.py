@@ -220,6 +220,7 @@ def finish_batch(manager: Batching, batch: Batch | None) -> bool:
 
 
 def finish_all(manager: Batching) -> None:
+    "Send what is pending and wait for every batch; the first error stays with the manager."
     send_batch(manager)
     unfinished, manager._unfinished = manager._unfinished, []
     for batch in unfinished:

@@ -280,6 +280,7 @@ def head_before(meeting: Meeting) -> str | None:
 
 # %% ../../nbs/scaling_out/28_meeting.ipynb #fd50035d-0
 def left_behind(meeting: Meeting) -> Behind:
+    "The error for a rank whose round the others have decided and swept; it is returned, not raised."
     said = f"{meeting}: the others went on and swept it; rank {meeting.me.rank} is behind"
     return Behind(f"{said}, start it again from their state")
 
@@ -350,6 +351,8 @@ def objection(
 def fetch_part(
     meeting: Meeting, ref: PayloadRef, meta: Mapping[str, Any] | None, form: Mapping[str, Any]
 ) -> Mapping[str, Tensor]:
+    """Read a rank's tensors from the bucket, in the form that was announced. Raises DamagedPayload where
+    bytes, shape or dtype differ from what `ref` and `form` say, KeyNotFound where they are gone."""
     expect = None if form["quantize"] else form["spec"]
     return _decode(read_payload(meeting.bucket, ref, expect=expect), meta, form)
 

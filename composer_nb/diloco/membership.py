@@ -72,6 +72,7 @@ class Member:
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #79593f46
 def heartbeat_key(rank: int, generation: int) -> str:
+    "Where in the bucket a member tells that it is alive; a restarted rank has the next generation."
     return f"members/{rank:05d}/{generation:08d}.json"
 
 

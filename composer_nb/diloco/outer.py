@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..core import widen
+
 # %% auto #0
 __all__ = ['Fragment', 'Method', 'BUFFERS', 'Buffers', 'Moved', 'pseudo_gradient', 'contribution_weight', 'weighted_average',
            'OuterConfig', 'OuterState', 'outer_step', 'age_weight', 'split_fragments', 'due_fragment', 'apply_delayed']
@@ -40,7 +42,7 @@ def pseudo_gradient(global_params: Fragment, local_params: Fragment) -> dict[str
 
 def _widen(values: Tensor) -> Tensor:
     "Detached, in float32 or wider."
-    return values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    return widen(values.detach())
 
 # %% ../../nbs/scaling_out/01_outer.ipynb #db7cd790
 def _check_like(reference: Fragment, other: Fragment, what: str) -> None:

@@ -116,6 +116,7 @@ class Observer(Participant):
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #972d8a51
 def write_snapshot(own: Participant) -> None:
+    "Keep this replica's state in the bucket, so that who comes later need not read all rounds before."
     own.log.snapshots.write(own.state, own.author)
     own.newest_snapshot = own.state.round
     note(own, "snapshot")

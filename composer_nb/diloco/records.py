@@ -165,6 +165,7 @@ def decode_record(kind: str, data: bytes, build: Callable[[dict[str, Any]], _Bui
 
 
 def record_digest(data: bytes) -> str:
+    "SHA-256 of a record's bytes, in hex: how the next round names it."
     return hashlib.sha256(data).hexdigest()
 
 # %% ../../nbs/scaling_out/15_records.ipynb #0d7abec6

@@ -60,6 +60,7 @@ def close_round(own: Participant, round: int, offered: list[int]) -> Record | No
 
 
 def behind(own: Participant, round: int) -> Behind:
+    "The error for a replica that slept through a round which is swept by now; it is returned, not raised."
     return Behind(f"round {round} was closed and swept while rank {own.rank} was away; call catch_up()")
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #c42f4027
@@ -174,6 +175,8 @@ def offer_tensors(
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #c79f0573
 def wait_for_record(own: Rendezvous, round: int, timeout_s: float, pause_s: float) -> Record:
+    """Poll every `pause_s` seconds until a round is closed. Raises TimeoutError after `timeout_s` seconds,
+    which says who offered and who is alive."""
     begun = own.options.clock()
     while (record := own.poll(round)) is None:
         if own.options.clock() - begun >= timeout_s:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 from composer_nb.diloco.records import Record, chained
 from composer_nb.diloco.store import Bucket, open_bucket
+from composer_nb.files import replacing
 
 RUN = "drill"
 # A stall of the machine below the lease changes nothing; grace keeps rounds short when a replica is silent.
@@ -138,17 +139,15 @@ def replica(uri: str, rank: int, stop: str, result: str, options: dict[str, Any]
     """The process: `learn`, then one JSON file that says how it ended. An error is its class and message."""
     torch.set_num_threads(1)
     life: dict[str, Any] = {"rank": rank, **FINE}
-    file = open(result + ".part", "w")  # now, while this process still has its rights
-    size = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        learn(uri, rank, Path(stop), life, options)
-    except Exception as error:
-        life |= {"error": type(error).__name__, "message": str(error)}
-    resource.setrlimit(resource.RLIMIT_FSIZE, size)
-    os.seteuid(os.getuid())
-    with file:
+    with replacing(result, "w") as file:  # opened now, while this process still has its rights
+        size = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            learn(uri, rank, Path(stop), life, options)
+        except Exception as error:
+            life |= {"error": type(error).__name__, "message": str(error)}
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
+        os.seteuid(os.getuid())
         json.dump(life, file)
-    os.replace(result + ".part", result)
 
 
 # --- a run --------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from composer_nb.hints.error_sites import (
     error_kind,
     error_sites,
     hint_context,
+    schema_type,
     tool_schemas,
-    type_name,
 )
 from composer_nb.hints.leaks import HintLeak, context_text, leak_filter, leaked_values, reference_values
 from composer_nb.hints.place import (
@@ -77,7 +77,7 @@ __all__ = [
     "register",
     "render",
     "sampled_turns",
+    "schema_type",
     "template_hint",
     "tool_schemas",
-    "type_name",
 ]

@@ -15,7 +15,8 @@ from ..traces.state import ToolCall, ToolFailure, TraceState, content_text
 
 # %% auto #0
 __all__ = ['ERROR_PATTERNS', 'NOT_MISTAKES', 'JSON_TYPES', 'HintContext', 'HintGenerator', 'add_error_pattern', 'error_kind',
-           'type_name', 'tool_schemas', 'argument_problems', 'quoted_name', 'ErrorSite', 'hint_context', 'error_sites']
+           'schema_type', 'tool_schemas', 'argument_problems', 'quoted_name', 'ErrorSite', 'hint_context',
+           'error_sites']
 
 # %% ../../nbs/data/21_error_sites.ipynb #c007-1bf460
 @dataclass(frozen=True)
@@ -125,16 +126,18 @@ JSON_TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def type_name(schema: Any) -> str:
-    "The type a schema asks for, in words: `array of string`, `string or null`, `any`."
+def schema_type(schema: Any) -> str:
+    "The type a JSON Schema asks for, in words: `array of string`, `string or null`, `any`."
     if not isinstance(schema, Mapping):
         return "any"
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(type_name(option) for option in options))
+        return " or ".join(dict.fromkeys(schema_type(option) for option in options))
     kind = schema.get("type", "any")
     if isinstance(kind, list):
         return " or ".join(map(str, kind))
-    return f"array of {type_name(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
+    if kind == "array" and schema.get("items"):
+        return f"array of {schema_type(schema['items'])}"
+    return str(kind)
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -193,11 +196,11 @@ def _problems(value: Any, schema: Any, path: str, closed: bool | None = None) ->
         return
     if options := schema.get("anyOf") or schema.get("oneOf"):
         if all(any(_problems(value, option, path)) for option in options):
-            yield f"{path} must be {type_name(schema)}"
+            yield f"{path} must be {schema_type(schema)}"
         return
     kinds = schema.get("type", "any")
     if not any(_is(value, kind) for kind in (kinds if isinstance(kinds, list) else [kinds])):
-        yield f"{path} must be {type_name(schema)}"
+        yield f"{path} must be {schema_type(schema)}"
     elif "enum" in schema and value not in schema["enum"]:
         yield f"{path} must be one of the values that its schema lists"
     elif isinstance(value, Mapping):

@@ -14,7 +14,7 @@ from decimal import Context, Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from .error_sites import JSON_TYPES, ErrorSite, HintContext, HintGenerator, type_name
+from .error_sites import JSON_TYPES, ErrorSite, HintContext, HintGenerator, schema_type
 from .writers import QUOTES, HintReport, fold, word_runs
 from ..traces.state import content_text
 
@@ -235,7 +235,7 @@ def context_text(site: ErrorSite) -> list[str]:
 def _names(context: HintContext) -> set[str]:
     "Names and types that the context shows."
     properties = context.tool_schema.get("properties") or {}
-    types = {word for spec in properties.values() for word in type_name(spec).split()}
+    types = {word for spec in properties.values() for word in schema_type(spec).split()}
     return {fold(str(name)) for name in (*context.available_tools, *properties, *types, *JSON_TYPES)}
 
 # %% ../../nbs/data/23_leaks.ipynb #c025-3fefec

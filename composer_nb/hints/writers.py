@@ -23,8 +23,8 @@ from composer_nb.hints.error_sites import (
     HintGenerator,
     error_sites,
     quoted_name,
+    schema_type,
     tool_schemas,
-    type_name,
 )
 from ..traces.state import Action, Message, TraceState, parse_action
 
@@ -128,7 +128,7 @@ def _signature(context: HintContext) -> str:
     if not properties:
         return f"The description of {tool} says which arguments it takes and of which types."
     listed = (
-        f"{quoted_name(name)} ({type_name(spec)}{'' if name in required else ', optional'})"
+        f"{quoted_name(name)} ({schema_type(spec)}{'' if name in required else ', optional'})"
         for name, spec in properties.items()
     )
     return f"{tool} takes {', '.join(listed)}."
@@ -214,7 +214,7 @@ def _ends(text: str, limit: int) -> str:
 
 def _tool_line(name: str, schema: Mapping[str, Any]) -> str:
     listed = (
-        f"{argument} ({type_name(spec)})" for argument, spec in (schema.get("properties") or {}).items()
+        f"{argument} ({schema_type(spec)})" for argument, spec in (schema.get("properties") or {}).items()
     )
     return f"{name}: {', '.join(listed)}"
 

@@ -46,11 +46,13 @@ class Rule:
 
 
 def arguments_of(call: Object) -> Object | None:
+    "The call's `arguments`; None where it has none, or something else in their place."
     found = call.get("arguments")
     return found if isinstance(found, dict) else None
 
 
 def with_arguments(call: Object, arguments: Object) -> Object:
+    "A copy of the call with other arguments; its keys keep their order."
     return {key: arguments if key == "arguments" else value for key, value in call.items()}
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000009

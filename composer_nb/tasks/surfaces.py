@@ -66,6 +66,7 @@ def checked(
 
 
 def too_long(text: str) -> Fault | None:
+    "The fault of an answer over `MAX_CHARACTERS` characters, which is not read; None below that."
     if len(text) <= MAX_CHARACTERS:
         return None
     return Fault("no_call", f"an answer of {len(text)} characters; at most {MAX_CHARACTERS} are read")

@@ -398,17 +398,30 @@ def test_status_shows_how_the_house_is_built(sample, tmp_path):
 
 
 def test_page_one_answers_in_one_screen(book, browser):
-    browser.get((book / "intro.html").as_uri())
-    asked = browser.execute_script("""
-        return [...document.querySelectorAll("article :is(h1, h2, h3, .rubric)")]
-        .map(node => [node.textContent.replace("#", "").trim(), node.getBoundingClientRect().bottom])""")
+    """Questions, the newest verdicts that matter and one plot, on a screen of 1400 by 900."""
+    size = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        browser.get((book / "intro.html").as_uri())
+        bottoms = browser.execute_script("""
+            const places = "article :is(h1, h2, h3, .rubric, .verdicts-short table, .curve-plot svg)";
+            return [...document.querySelectorAll(places)].map(node =>
+                [node.tagName, node.textContent.replace("#", "").trim(), node.getBoundingClientRect().bottom])""")
+        short = browser.find_element(By.CSS_SELECTOR, ".verdicts-short").text.replace("\n", " ")
+        verdicts = browser.find_element(By.CSS_SELECTOR, ".verdicts:not(.verdicts-short)").text.replace("\n", " ")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     for question in ("What is this?", "Does it help?", "On what evidence?", "How do I try it?"):
-        bottom = next(bottom for text, bottom in asked if text.startswith(question))
+        bottom = next(bottom for _, text, bottom in bottoms if text.startswith(question))
         assert bottom < 900, question
-    verdicts = browser.find_element(By.CSS_SELECTOR, ".verdicts").text
+    assert [bottom < 900 for tag, _, bottom in bottoms if tag.upper() in ("TABLE", "SVG")] == [True, True]
+    named = re.search(r"\{newest-verdicts\}\n((?:\w+: .+\n)+)", (ROOT / "intro.md").read_text())[1].splitlines()
+    assert 3 <= len(named) <= 5
+    for spike, asked in (line.split(": ", 1) for line in named):
+        assert f"{asked} {newest(runs_of(ROOT, spike)).verdict}" in short
     for spike in {run.spike for run in runs_of(ROOT)}:
         run = newest(runs_of(ROOT, spike))
-        assert re.search(rf"{re.escape(run.verdict)} {re.escape(run.name)}", verdicts.replace("\n", " "))
+        assert re.search(rf"{re.escape(run.verdict)} {re.escape(run.name)}", verdicts)
 
 
 def count_of(browser) -> str:

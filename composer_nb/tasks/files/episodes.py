@@ -35,6 +35,7 @@ def effect(call: Call, state: State) -> Effect | None:
 
 
 def effect_of(answer: Answer, before: State, after: State) -> Effect:
+    "The state afterwards; what the answer showed counts only where the state stayed as it was."
     return Effect(after, answer.value if after == before else None)
 
 # %% ../../../nbs/tasks/12_episodes.ipynb #ep000007

@@ -93,6 +93,7 @@ def split_of(text: str) -> Split:
 
 
 def words_of(words: Sequence[str], split: Split) -> list[str]:
+    "The words that `split_of` deals to a split, in their order."
     return [word for word in words if split_of(word) == split]
 
 # %% ../../../nbs/tasks/11_generator.ipynb #gn000010

@@ -1,0 +1,37 @@
+"""What a checkout keeps and an installed package does not: numbers made with upstream code, and committed
+runs. Kept by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from composer_nb.results import checkout_of_package, runs_of
+
+GOLDEN = "tests/parity/golden.json"
+
+
+def golden_numbers() -> dict[str, Any]:
+    """Losses and gradients that upstream code gave, by case (`tests/parity/golden.json`).
+
+    Looked for in the working folder, in the folders above it, and in the package's checkout. Raises
+    FileNotFoundError that says how to get them.
+    """
+    here = Path.cwd().resolve()
+    for root in filter(None, (here, *here.parents, checkout_of_package())):
+        if (root / GOLDEN).is_file():
+            return json.loads((root / GOLDEN).read_text(encoding="utf-8"))
+    raise FileNotFoundError(
+        f"{GOLDEN} is not here: this page compares with numbers that upstream code gave; open it in a "
+        "checkout (git clone), or on Colab or Kaggle, where its first cell fetches the book"
+    )
+
+
+def committed_runs(spike: str) -> list[dict[str, Any]]:
+    """`metrics.json` of every committed run of a spike, by name; never an empty list.
+
+    Raises FileNotFoundError that says how to get them.
+    """
+    return runs_of(spike)
