@@ -60,7 +60,7 @@ def wheelhouse(
 # %% ../nbs/launching/90_cli.ipynb #serve001
 @app.command()
 def serve(
-    family: Annotated[str, typer.Argument(help="files, files_json or house_rules")],
+    family: Annotated[str, typer.Argument(help="such as files or arithmetic; a wrong name lists them")],
     host: str = "127.0.0.1",
     port: int = 8000,
     count: Annotated[int, typer.Option(help="tasks of each split")] = 128,

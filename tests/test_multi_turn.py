@@ -8,7 +8,7 @@ import pytest
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 
-from composer_nb.tasks.contract import CLAIMS, Call, Fault, run
+from composer_nb.tasks.contract import CLAIMS, Call, Fault, contract_problems, run, splits_of
 from composer_nb.tasks.tool_calls_multi_turn import (
     MultiTurn,
     MultiTurnEpisode,
@@ -19,6 +19,7 @@ from composer_nb.tasks.tool_calls_multi_turn import (
     documented,
     first_mistake,
     load_multi_turn,
+    miscalled,
     missing_responses,
     parsed_call,
 )
@@ -187,3 +188,34 @@ def test_it_is_not_trained_on():
         FAMILY.tasks("train", 1)
     with pytest.raises(ValueError, match="has 200"):
         FAMILY.tasks("heldout", 201)
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_it_keeps_the_contract_on_the_split_that_it_has(category):
+    assert splits_of(MultiTurn(category)) == ("heldout",)
+    assert contract_problems(MultiTurn(category), 4, seed=3, spoil=miscalled) == []
+
+
+def test_a_hint_that_gives_an_answer_away_is_found():
+    class Leaky(MultiTurn):
+        def hints(self, turn):
+            calls = next(e for e in ENTRIES if turn.request in e.requests).solution[turn.number]
+            return {"told": f"The first argument is {[*calls[0].arguments.values()][0]!r}"} if turn.fault and calls[0].arguments else {}
+
+    class Telling(MultiTurn):
+        def hints(self, turn):
+            entry = next(e for e in ENTRIES if turn.request in e.requests)
+            said = self.reference(entry)
+            return {"told": next(text for text in said if text != "Done.")} if turn.fault else {}
+
+    for family in (Leaky(), Telling()):
+        found = contract_problems(family, 2, seed=3, spoil=miscalled)
+        assert found and all("hint 'told' gives away" in problem for problem in found)
+
+
+def test_a_split_that_no_family_can_have_is_named():
+    class Odd(MultiTurn):
+        splits = ("test",)
+
+    with pytest.raises(ValueError, match="not among train, heldout"):
+        splits_of(Odd())

@@ -3,16 +3,19 @@
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import pytest
 import tiny
+import uvicorn
 from openenv.core.env_server.types import Action
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -27,6 +30,7 @@ from composer_nb.adapters.openenv import (
     RemoteFamily,
     RemoteTask,
     TaskShelf,
+    app_of,
     family_of,
     turn_as_json,
     turn_from_json,
@@ -42,6 +46,7 @@ from composer_nb.tasks.house_rules import HouseRules, rules_of
 from composer_nb.tasks.rollouts import roll_out
 from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.tasks.tool_calls import REMEDY
+from composer_nb.tasks.tool_calls_multi_turn import MultiTurn
 from composer_nb.training.config import ComposerConfig
 from composer_nb.training.environments import environment_feedback, environment_of
 from composer_nb.training.trainer import ComposerReplicationTrainer
@@ -144,7 +149,7 @@ def test_a_done_episode_takes_no_answer():
 @pytest.mark.parametrize(
     "options, error, says",
     [
-        ({"split": "test"}, ValueError, "neither train nor heldout"),
+        ({"split": "test"}, ValueError, "files has train, heldout"),
         ({"index": 99}, IndexError, "0 … 1"),
         ({"index": -1}, IndexError, "0 … 1"),
         ({"indx": 0}, ValueError, "indx"),
@@ -220,6 +225,61 @@ def test_tasks_are_found_by_number(remote):
 def test_the_validator_passes_a_server_that_runs(server):
     words = [sys.executable, "-m", "openenv.cli", "validate", "--url", server.url]
     assert subprocess.run(words, capture_output=True).returncode == 0
+
+
+# --- every family that the command serves ----------------------------------------------------------
+
+
+def test_a_family_without_a_training_split_is_served_as_it_is():
+    assert app_of(MultiTurn("base"), count=2)
+    session = EpisodeEnvironment(TaskShelf(MultiTurn("base"), 2))
+    assert session.list_splits() == ["heldout"] and session.num_tasks("heldout") == 2
+    session.reset(index=0)  # no split named: the one that there is
+    assert session.state.split == "heldout"
+    with pytest.raises(ValueError, match="split='train': tool_calls_multi_turn has heldout"):
+        session.reset(split="train", index=0)
+
+
+@contextmanager
+def served(family):
+    "The address of a server of `family`, in a thread of this process."
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        settings = uvicorn.Config(app_of(family, count=3, sessions=4), log_level="error")
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{door.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_served_by_name_is_the_family(name):
+    family = family_of(name)
+    with served(family) as url:
+        shelf, remote = TaskShelf(family, 3), RemoteFamily(url, name, patience=30)
+        for split in shelf.splits:
+            assert remote.tasks(split, 3, seed=1) == remote.tasks(split, 3, seed=1)
+            for index, task in enumerate(shelf.split(split)):
+                answers = list(family.reference(task))
+                for said in (answers, [CLAIMS[0]] * len(answers), garbled(answers)[3]):
+                    here, there = family.episode(task), remote.episode(RemoteTask(split, index))
+                    for text in said:
+                        if here.done:
+                            break
+                        mine, its = here.step(text), there.step(text)
+                        assert turn_as_json(mine) == turn_as_json(its)
+                        assert dict(family.hints(mine)) == remote.hints(its)
+                    assert here.messages() == there.messages() and here.done == there.done
+                    assert here.outcome().parts == there.outcome().parts
+                    assert there.outcome().solved == (said is answers)
+        if "train" not in shelf.splits:
+            with pytest.raises(ValueError, match="has heldout"):
+                remote.tasks("train", 1)
+        remote.close()
 
 
 # --- a server that dies ----------------------------------------------------------------------------
@@ -382,7 +442,7 @@ def test_the_package_passes_the_validator_and_its_server_is_the_family(name, tmp
 
 def test_an_unknown_family_is_named(tmp_path):
     for call in (lambda: family_of("nonsense"), lambda: write_package(tmp_path / "x", "nonsense")):
-        with pytest.raises(ValueError, match="files, files_json, house_rules"):
+        with pytest.raises(ValueError, match="files, files_json, house_rules, arithmetic, multi_turn_base"):
             call()
     said = CliRunner().invoke(app, ["serve", "nonsense"])
     assert said.exit_code == 1 and "files, files_json, house_rules" in said.output

@@ -5,6 +5,7 @@
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000004
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import threading
@@ -25,11 +26,11 @@ from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 from websockets.exceptions import WebSocketException
 
-from ..tasks.contract import Call, EpisodeLost, Fault, Outcome, TaskFamily, Turn
+from ..tasks.contract import Call, EpisodeLost, Fault, Outcome, Split, TaskFamily, Turn, splits_of
 from ..tasks.tool_calls import REMEDY
 
 # %% auto #0
-__all__ = ['SPLITS', 'FAMILIES', 'MANIFEST', 'SERVER', 'PROJECT', 'REPOSITORY', 'README', 'DOCKERFILE', 'EpisodeAction',
+__all__ = ['FAMILIES', 'MANIFEST', 'SERVER', 'PROJECT', 'REPOSITORY', 'README', 'DOCKERFILE', 'EpisodeAction',
            'EpisodeObservation', 'EpisodeState', 'turn_as_json', 'RemoteTurn', 'turn_from_json', 'TaskShelf',
            'TaskLists', 'observation_of', 'refusal', 'EpisodeEnvironment', 'app_of', 'EpisodeClient', 'Loan',
            'RemoteEpisode', 'RemoteTask', 'tasks_at', 'for_good', 'remedy', 'checked_family', 'opened', 'idle_or_none',
@@ -92,22 +93,23 @@ def turn_from_json(told: Mapping[str, str], hints: Mapping[str, str]) -> RemoteT
     return RemoteTurn(**kept | {"call": call, "fault": kept["fault"] and Fault(*kept["fault"])}, hints=hints)
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000009
-SPLITS = ("train", "heldout")
-
-
 @dataclass(frozen=True)
 class TaskShelf:
-    "The tasks that are served: `count` of each split, drawn with `seed`."
+    "The tasks that are served: `count` of each split that the family has, drawn with `seed`."
 
     family: TaskFamily
     count: int = 128
     seed: int = 0
     _drawn: dict[str, Sequence[Any]] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        return splits_of(self.family)
+
     def split(self, name: str) -> Sequence[Any]:
-        "Raises ValueError for a split that no family has."
-        if name not in SPLITS:
-            raise ValueError(f"split={name!r} is neither train nor heldout")
+        "Raises ValueError for a split that the family does not have."
+        if name not in self.splits:
+            raise ValueError(f"split={name!r}: {self.family.name} has {', '.join(self.splits)}")
         if name not in self._drawn:
             self._drawn[name] = tuple(self.family.tasks(name, self.count, self.seed))  # type: ignore[arg-type]
         return self._drawn[name]
@@ -126,7 +128,7 @@ class TaskLists:
     shelf: TaskShelf
 
     def list_splits(self) -> list[str]:
-        return list(SPLITS)
+        return list(self.shelf.splits)
 
     def num_tasks(self, split: str) -> int:
         return len(self.shelf.split(split))
@@ -181,14 +183,14 @@ class EpisodeEnvironment(TaskLists, Environment[EpisodeAction, EpisodeObservatio
         return self._state
 
     def reset(
-        self, seed: int | None = None, episode_id: str | None = None, split: str = "train",
+        self, seed: int | None = None, episode_id: str | None = None, split: str = "",
         index: int | None = None, **unknown: Any,
     ) -> EpisodeObservation:  # fmt: skip
-        "A new episode of task `index`, or of one drawn with `seed`. Raises ValueError for an unknown option."
+        "Task `index` of a split (the first), or one drawn with `seed`. Raises ValueError for other options."
         if unknown:
             raise ValueError(f"reset takes seed, episode_id, split, index, and not {sorted(unknown)}")
-        if index is None:
-            index = random.Random(seed).randrange(len(self.shelf.split(split)))
+        count = len(self.shelf.split(split := split or self.shelf.splits[0]))
+        index = random.Random(seed).randrange(count) if index is None else index
         self._episode = self.shelf.family.episode(self.shelf.task(split, index))
         self._state = EpisodeState(episode_id=episode_id or uuid.uuid4().hex, split=split, index=index)
         return observation_of(self.shelf.family, self._episode, 0, None, self._state.episode_id)
@@ -208,7 +210,7 @@ class EpisodeEnvironment(TaskLists, Environment[EpisodeAction, EpisodeObservatio
 def app_of(family: TaskFamily, count: int = 128, seed: int = 0, sessions: int = 64) -> Any:
     "The web application: `count` tasks of each split, for `sessions` clients at once."
     shelf = TaskShelf(family, count, seed)
-    for split in SPLITS:
+    for split in shelf.splits:
         shelf.split(split)  # drawn before the first client waits
     return create_app(
         lambda: EpisodeEnvironment(shelf), EpisodeAction, EpisodeObservation, env_name=family.name,
@@ -415,27 +417,18 @@ class RemoteFamily:
             threading.Thread(target=client.close, daemon=True).start()  # one that is gone takes its time
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000030
-def _files() -> TaskFamily:
-    from composer_nb.tasks.files.episodes import Files
-
-    return Files()
-
-
-def _files_json() -> TaskFamily:
-    from composer_nb.tasks.files.episodes import Files
-    from composer_nb.tasks.surfaces import JsonCalls
-
-    return Files(JsonCalls(), name="files_json")  # as `environment_factory` writes calls
-
-
-def _house_rules() -> TaskFamily:
-    from composer_nb.tasks.house_rules import HouseRules, rules_of
-
-    return HouseRules(rules_of(2))
+def _tasks(module: str) -> Any:  # imported when a family of it is asked for
+    return importlib.import_module(f"composer_nb.tasks.{module}")
 
 
 FAMILIES: dict[str, Callable[[], TaskFamily]] = {
-    "files": _files, "files_json": _files_json, "house_rules": _house_rules,
+    "files": lambda: _tasks("files.episodes").Files(),
+    "files_json": lambda: _tasks("files.episodes").Files(_tasks("surfaces").JsonCalls(), name="files_json"),
+    "house_rules": lambda: _tasks("house_rules").HouseRules(_tasks("house_rules").rules_of(2)),
+    "arithmetic": lambda: _tasks("arithmetic").Arithmetic(),
+} | {
+    f"multi_turn_{part}": lambda of=part: _tasks("tool_calls_multi_turn").MultiTurn(of, f"multi_turn_{of}")
+    for part in ("base", "miss_func", "miss_param", "long_context")
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..hints.leaks import leaked_values
 
 # %% auto #0
-__all__ = ['FaultKind', 'FAULTS', 'CLAIMS', 'Spoil', 'Call', 'Fault', 'Turn', 'Outcome', 'EpisodeLost', 'Episode', 'TaskFamily',
-           'play', 'garbled', 'run', 'leaks_of', 'contract_problems']
+__all__ = ['FaultKind', 'FAULTS', 'Split', 'SPLITS', 'CLAIMS', 'Spoil', 'Call', 'Fault', 'Turn', 'Outcome', 'splits_of',
+           'EpisodeLost', 'Episode', 'TaskFamily', 'play', 'garbled', 'run', 'leaks_of', 'contract_problems']
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000007
 FaultKind = Literal[
@@ -85,6 +85,18 @@ class Outcome:
         "Numbers of the turns that were not right."
         return tuple(i for i, turn in enumerate(self.turns) if not turn.right)
 
+# %% ../../nbs/tasks/02_contract.ipynb #ct0000c1
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+
+
+def splits_of(family: Any) -> tuple[Split, ...]:
+    "The splits a family has: both, or what its `splits` names. Raises ValueError where that is no split."
+    named = tuple(getattr(family, "splits", SPLITS))
+    if not named or not {*named} <= {*SPLITS}:
+        raise ValueError(f"splits={named} of {family.name} are not among {', '.join(SPLITS)}")
+    return named
+
 # %% ../../nbs/tasks/02_contract.ipynb #ct000013
 class EpisodeLost(RuntimeError):
     "The world of an episode is gone, through no fault of the model: a server died, or forgot it."
@@ -111,7 +123,7 @@ class TaskFamily(Protocol):
 
     name: str
 
-    def tasks(self, split: Literal["train", "heldout"], count: int, seed: int = 0) -> Sequence[Any]:
+    def tasks(self, split: Split, count: int, seed: int = 0) -> Sequence[Any]:
         "`count` tasks, the same for the same seed in every process."
 
     def episode(self, task: Any) -> Episode: ...
@@ -172,17 +184,17 @@ Spoil = Callable[[Sequence[str]], list[list[str]]]  # a solution → ways to get
 def contract_problems(
     family: TaskFamily, count: int = 20, seed: int = 0, spoil: Spoil = garbled
 ) -> list[str]:
-    """What a family does not keep of the contract, tried on `count` tasks of each split. `spoil`: where free
-    text makes some of the usual mistakes right.
+    """What a family does not keep of the contract, tried on `count` tasks of each split that it has. `spoil`:
+    where free text makes some of the usual mistakes right.
     """
     found = []
-    tasks = {split: list(family.tasks(split, count, seed)) for split in ("train", "heldout")}
+    tasks = {split: list(family.tasks(split, count, seed)) for split in splits_of(family)}
     for split, ones in tasks.items():
         if list(map(repr, family.tasks(split, count, seed))) != list(map(repr, ones)):
             found.append(f"{split}: the same seed gave other tasks")
         for number, task in enumerate(ones):
             found += [f"{split} {number}: {problem}" for problem in _task_problems(family, task, spoil)]
-    if shared := {*map(repr, tasks["train"])} & {*map(repr, tasks["heldout"])}:
+    if len(tasks) == 2 and (shared := set.intersection(*({*map(repr, ones)} for ones in tasks.values()))):
         found.append(f"{len(shared)} tasks are both in train and in heldout, such as {min(shared):.100}")
     return found
 
@@ -204,15 +216,17 @@ def _task_problems(family: TaskFamily, task: Any, spoil: Spoil) -> list[str]:
 # %% ../../nbs/tasks/02_contract.ipynb #ct000024
 def _hint_problems(family: TaskFamily, task: Any, outcome: Outcome, answers: Sequence[str]) -> list[str]:
     """Hints of an outcome's faulty turns that give an answer away; the turns are played again for their
-    context.
+    context. Where a request takes several answers, none of them may be told.
     """
     episode, found = family.episode(task), []
     all_secrets = family.secrets(task)
     for turn in outcome.turns:
-        answer, secrets = answers[turn.number], all_secrets[turn.number]
+        several = len(answers) > len(all_secrets)
+        untold, secrets = answers if several else [answers[turn.number]], all_secrets[turn.number]
         context = "\n".join(str(message["content"]) for message in episode.messages())
         for kind, hint in family.hints(turn).items():
-            if leaked := leaks_of(hint, turn, answer, secrets, context):
+            each = (leaks_of(hint, turn, answer, secrets, context) for answer in untold)
+            if leaked := next(filter(None, each), []):
                 found.append(f"hint {kind!r} gives away {leaked!r:.100}: {hint:.200}")
         episode.step(turn.said)
     return found

@@ -14,15 +14,15 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from .contract import Call, Fault, Outcome, Turn
+from .contract import Call, Fault, Outcome, Split, Turn
 from .tool_calls import data_folder
 
 # %% auto #0
 __all__ = ['Category', 'LARGEST', 'LARGEST_NUMBER', 'LONGEST', 'TEXTS', 'Entry', 'parsed_call', 'backends', 'documented',
            'arguments_in_order', 'load_multi_turn', 'Worlds', 'Mistake', 'missing_responses', 'turn_fault',
-           'first_mistake', 'calls_in', 'tools_text', 'Conversation', 'MultiTurnEpisode', 'MultiTurn']
+           'first_mistake', 'calls_in', 'tools_text', 'Conversation', 'MultiTurnEpisode', 'MultiTurn', 'miscalled']
 
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000006
 Category = Literal["base", "miss_func", "miss_param", "long_context"]
@@ -307,8 +307,9 @@ class MultiTurn:
 
     category: Category = "base"
     name: str = "tool_calls_multi_turn"
+    splits: ClassVar[tuple[Split, ...]] = ("heldout",)
 
-    def tasks(self, split: Literal["train", "heldout"], count: int, seed: int = 0) -> list[Entry]:
+    def tasks(self, split: Split, count: int, seed: int = 0) -> list[Entry]:
         "Shuffled by seed. Raises ValueError for the training split, and for more than there are."
         entries = load_multi_turn(self.category)
         if split != "heldout":
@@ -333,3 +334,16 @@ class MultiTurn:
 
     def hints(self, turn: Turn) -> dict[str, str]:
         return {"error": turn.fault.text} if turn.fault else {}
+
+# %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt0000d2
+def miscalled(answers: Sequence[str]) -> list[list[str]]:
+    "Ways to get a solution wrong: an unknown tool, half of the calls' text, no call at all."
+    wrong = []
+    for i, answer in enumerate(answers):
+        if answer == "Done.":  # anything without a call ends a request
+            continue
+        *first, last = json.loads(answer)
+        unknown = [*first, last | {"name": f"x{last['name']}"}]
+        others = [json.dumps(unknown), answer[: len(answer) // 2], "Done."]
+        wrong += [[*answers[:i], other, *answers[i + 1 :]] for other in others]
+    return wrong
