@@ -132,6 +132,17 @@ def test_two_processes_take_the_step_of_one(tmp_path, measure):
     same_step(*(each(tmp_path / str(each.keywords["world"]), grad_norm_steps=measure) for each in (one, two)))
 
 
+def test_two_processes_under_checkpointing_take_the_step_of_one_without(tmp_path):
+    """TRL's default, where nothing looked at the model before the first policy pass."""
+    settings = dict(grad_norm_steps=0, beta_replay=0.0, preference_dataset=None)
+    alone = one(tmp_path / "one", **settings)[0]
+    together, log = two(tmp_path / "two", **settings, options=dict(gradient_checkpointing=True))
+    size = torch.cat([g.flatten() for g in alone.values()]).norm()
+    assert size > 0 and log["sdpo/tokens"] > 0
+    for name, mine in alone.items():
+        assert (mine - together[name]).norm() < 1e-4 * size, name
+
+
 @pytest.mark.parametrize("settings", [{"teacher": "live"}, {"teacher": "ema"}, {"sdpo_fused": False}], ids=str)
 def test_two_processes_that_hold_half_of_each_weight_take_the_step_of_one(tmp_path, settings):
     settings = {"grad_norm_steps": 0} | settings

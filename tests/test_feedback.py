@@ -2,10 +2,12 @@
 
 import asyncio
 import warnings
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+import trl
 from datasets import Dataset
 from test_trainer import TOKENIZER, arguments, feedback, lit, log, record, reward
 
@@ -73,6 +75,78 @@ def test_a_hint_that_cannot_be_placed_costs_its_row_only(said, placer, why):
     both = {name: value.repeat(2, 1) for name, value in output().items()}
     found = hint_rows(both, [PROMPT] * 2, [ANSWER] * 2, [said, None], placer)
     assert list(found.unplaced) == [0] and why in found.unplaced[0]
+
+
+TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+READ = {"type": "object", "properties": {"path": {"type": "string", "description": "which"}}, "required": ["path"]}
+TOOLS = [{"type": "function", "function": {"name": "read", "description": "Read a file.", "parameters": READ}}]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
+CALLED = [
+    *PROMPT,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "read", "tool_call_id": CALL["id"], "content": "no such file"},
+]
+REFUSED = ("the chat template refuses", "the chat template drops the hint", "the student's context ends in")
+
+
+def rendered_row(prompt, template) -> tuple[dict[str, torch.Tensor], bool]:
+    """A row whose prompt is what the template writes, or a rollout function's own where it refuses the messages."""
+    row, shown = output(), True
+    try:
+        text = render(TOKENIZER, prompt, **template)
+    except Exception:  # jinja's, and Python's own for a type that the template did not expect
+        text, shown = "Question: say red.", False
+    row["prompt_ids"] = torch.tensor([encode(TOKENIZER, text)])
+    return row | {"prompt_mask": torch.ones_like(row["prompt_ids"])}, shown
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_every_template_places_a_hint_or_says_why_not(path):
+    for prompt, tools in ((PROMPT, None), (CALLED, TOOLS)):
+        template = {"chat_template": path.read_text()} | ({"tools": tools} if tools else {})
+        row, shown = rendered_row(prompt, template)
+        for placement in ("above", "system"):
+            for hint in HARD:
+                found = hint_rows(row, [prompt], [ANSWER], [Feedback(hint)], Placer(TOKENIZER, placement, template))
+                placed = bool(found.fields) and bool(found.fields["sdpo_loss_mask"].any())
+                assert placed is not bool(found.unplaced)
+                assert placed or found.unplaced[0].startswith(REFUSED), found.unplaced
+                assert placed or "qwen" not in path.stem and "llama" not in path.stem
+                assert shown or not placed
+                if placed:
+                    assert holds(TOKENIZER.decode(found.fields["ctx_teacher_input_ids"][0]), hint)
+
+
+def test_a_template_without_system_messages_ends_no_run(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = next(path for path in TEMPLATES if path.stem == "gemma").read_text()
+    rows = Dataset.from_list([{"prompt": PROMPT}] * 8)
+    trainer = ComposerReplicationTrainer(
+        tiny.model(), reward, arguments(tmp_path, max_steps=1), rows, processing_class=tokenizer,
+        feedback_func=feedback, placement="system", beta_replay=0.0,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="2 hints could not be placed.*System role not supported"):
+        trainer.train()
+    assert log(trainer)[0]["sdpo/unplaced"] == 2
+
+
+def test_each_reason_is_said_once(tmp_path):
+    """Numbers and quoted texts differ from row to row; the reason does not."""
+    step = iter(range(100))
+
+    def said(completions, **columns):
+        number = next(step)
+        late, lost = Feedback("Say red.", site=7 + number), Feedback(f"Say {number} it's \"red\". " * 400)
+        return [late if number == 0 else lost, lost if number else late, None, late]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = lit(tmp_path, feedback_func=said)
+        trainer.train()
+    assert [row["sdpo/unplaced"] for row in log(trainer)] == [3, 3, 3]
+    found = [str(w.message) for w in told if "could not be placed" in str(w.message)]
+    assert len(found) == 2 and "3 hints" in found[0] and "site 7" in found[0]
+    assert "2 hints" in found[1] and "the model reads 1024" in found[1]
 
 
 def test_prompts_of_another_template_are_left_out_with_the_reason():

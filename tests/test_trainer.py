@@ -685,6 +685,27 @@ def test_gradient_checkpointing_gives_the_same_step(tmp_path):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(beta_replay=0.0, rollout_func=scripted),
+        dict(dpo_variant="simpo", rollout_func=scripted),
+        dict(rollout_func=scripted),
+        dict(rollout_func=scripted, share_prefixes=False),
+        dict(beta_replay=0.0),
+    ],
+    ids=["no-pairs", "simpo", "warm-cache", "warm-cache-unshared", "sampled"],
+)
+def test_the_first_pass_under_checkpointing_keeps_the_students_states_alone(tmp_path, settings):
+    """TRL's default, on a model that no pass has looked at before: the check of its cache is not the student's pass."""
+    own = dict(model=tiny.model(seed=2), grad_norm_steps=0) | settings
+    plain = record(lit(tmp_path, options=dict(max_steps=1), **own))[1][0]  # fills the cache of references
+    own["model"] = tiny.model(seed=2)
+    found = record(lit(tmp_path, options=dict(max_steps=1, gradient_checkpointing=True), **own))[1][0]
+    for a, b in zip(plain, found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
 def test_means_over_sequences_count_sequences(tmp_path):
     trainer = lit(
         tmp_path,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -114,11 +116,35 @@ class HintRows:
     fields: ComposerBatch
     unplaced: dict[int, str]
 
+    def reasons(self) -> dict[str, list[str]]:
+        "The reasons by kind: its key leaves out numbers and quoted texts, which differ from row to row."
+        found: dict[str, list[str]] = {}
+        for why in self.unplaced.values():
+            found.setdefault(_OWN_TO_A_ROW.sub("…", why), []).append(why)
+        return found
+
+
+_OWN_TO_A_ROW = re.compile(r"""(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+""")
+
 # %% ../../nbs/training/31_feedback.ipynb #fb0000c2
 def teaches(rollout: Rollout, sites: Sequence[Site]) -> bool:
     "Whether a turn is compared that a hint stands above or before."
     compared = [rollout.span_of(site.turn) for site in sites if site.compared]
     return bool(compared) and any(s.hint and rollout.span_of(s.turn) <= max(compared) for s in sites)
+
+
+# What a chat template raises: by its own rule, or over a message of a shape that it does not expect.
+_REFUSED = (TemplateError, TypeError, KeyError, AttributeError, IndexError)
+
+
+def _aligned(
+    tokenizer: PreTrainedTokenizerBase, rollout: Rollout, placement: Placement, template: Mapping[str, Any]
+) -> Alignment:
+    "As `align`; ValueError too where the template refuses the context."
+    try:
+        return align(tokenizer, rollout, placement=placement, **template)
+    except _REFUSED as error:
+        raise ValueError(f"the chat template refuses the context with the hint: {error}") from error
 
 # %% ../../nbs/training/31_feedback.ipynb #fb0000c3
 @dataclass(frozen=True)
@@ -141,7 +167,7 @@ class Placer:
     def place(self, rollout: Rollout, sites: Sequence[Site]) -> Alignment:
         "Raises ValueError with the reason where a hint cannot be placed."
         hinted = replace(rollout, sites=sites)
-        found = align(self.tokenizer, hinted, placement=self.placement, **(self.template or {}))
+        found = _aligned(self.tokenizer, hinted, self.placement, self.template or {})
         if self.longest and len(found.teacher_ids) > self.longest:
             raise ValueError(
                 f"{len(found.teacher_ids)} tokens with the hint, and the model reads {self.longest}"

@@ -204,11 +204,9 @@ class HintTrainer(LiftTrainer):
         self._record(
             sdpo__hinted_fraction=hinted / len(output["prompt_ids"]), sdpo__unplaced=len(found.unplaced)
         )
-        if found.unplaced:
-            why = next(iter(found.unplaced.values()))
-            self.report.tell(
-                "unplaced", f"{len(found.unplaced)} hints could not be placed and were left out: {why}"
-            )
+        for kind, rows in found.reasons().items():
+            left_out = f"{len(rows)} hints could not be placed and were left out"
+            self.report.tell(f"unplaced: {kind}", f"{left_out}: {rows[0]}")
         if hinted and self.args.lift_steps and self.state.global_step >= self._next_lift:
             self._measure_lift(joined(output) | found.fields)
         return found.fields

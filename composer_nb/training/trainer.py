@@ -18,7 +18,7 @@ from trl import GRPOConfig
 
 from ..batch import ComposerDataCollator
 from ..distillation.taid import TAIDScheduler
-from ..forward.shared_body import why_not
+from ..forward.prefixes import continues_exactly
 from ..forward.sharing import unshared
 from ..forward.states import ForwardPass, causal_lm, forward_pass, head_shortcut
 from ..loss import LossComponents, LossConfig, compose_channels
@@ -54,7 +54,7 @@ __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings
 def kept_states(model: nn.Module) -> Iterator[list[Tensor]]:
     "Keeps what the model's body returns inside."
     if not is_sharded(model):
-        why_not(model)  # its first look at a model is a pass over it, which is not the student's
+        continues_exactly(model)  # whatever the mode: its first look is a pass, which is not the student's
     kept: list[Tensor] = []
     hook = causal_lm(model).base_model.register_forward_hook(
         lambda module, args, output: kept.append(output[0])
