@@ -6,19 +6,26 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
+from ..hints.place import encode, render
 from ..tasks.contract import Call, EpisodeLost, TaskFamily
+from ..tasks.rollouts import Trajectory, between, plain
 from ..tasks.surfaces import JsonCalls, Tool
 from .feedback import Feedback
+from .supervised_start import Rows
 from .turns import TASK, Hint
 
 # %% auto #0
 __all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'environment_of',
-           'environment_prompts', 'answers_of_turns', 'environment_feedback']
+           'environment_prompts', 'answers_of_turns', 'environment_feedback', 'SolvedWith', 'calls_of', 'answer_ids',
+           'tool_call_rows', 'message_of']
 
 # %% ../../nbs/training/46_environments.ipynb #en000006
 PYTHON_TYPES = {
@@ -154,3 +161,97 @@ def _first(completion: Sequence[Any], environment: FamilyEnvironment, hint: Hint
         if sites[number] is not None and (text := hint(outcome.turns[number])):
             return Feedback(text, site=sites[number])
     return None
+
+# %% ../../nbs/training/46_environments.ipynb #en0000s1
+class SolvedWith:
+    "A family, and of its tasks those whose solution calls no tool but these."
+
+    def __init__(self, family: TaskFamily, tools: Mapping[str, Tool]) -> None:
+        self.family, self.tools = family, tools
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["family"], name)
+
+    def tasks(self, split: str, count: int, seed: int = 0) -> list[Any]:
+        "Raises ValueError where 64 times as many tasks hold fewer than `count`."
+        drawn = self.family.tasks(split, 64 * count, seed)
+        found = [task for task in drawn if {c.name for c in calls_of(self.family, task)} <= {*self.tools}]
+        if len(found) < count:
+            said = f"{len(found)} of {len(drawn)} tasks are solved with {', '.join(self.tools)}"
+            raise ValueError(f"{said}, and {count} are asked for: add tools")
+        return found[:count]
+
+
+def calls_of(family: TaskFamily, task: Any) -> list[Call]:
+    "The calls of a task's solution, of a family that reads JSON."
+    said = [json.loads(text) for text in family.reference(task)]
+    return [Call(call["name"], call["arguments"]) for call in said]
+
+# %% ../../nbs/training/46_environments.ipynb #en0000s2
+def answer_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any],
+    **template: Any,
+) -> list[int]:  # fmt: skip
+    """What the chat template writes for an answer, from the opening of the turn to its end. Raises ValueError
+    for a template that writes it otherwise than it opens it.
+    """
+    opened = render(tokenizer, messages, **template)
+    text = tokenizer.apply_chat_template([*messages, answer], tokenize=False, **template)
+    end = text.find(tokenizer.eos_token, len(opened))
+    if not text.startswith(opened) or end < 0:
+        raise ValueError(
+            f"the chat template opens an answer with {opened[-40:]!r}, and writes none that begins so and "
+            f"ends in {tokenizer.eos_token!r}: pass the trainer's keywords (enable_thinking=False, …)"
+        )
+    return encode(tokenizer, text[len(opened) : end + len(tokenizer.eos_token)])
+
+
+def tool_call_rows(tools: Mapping[str, Tool], last: str = "Done.", **template: Any) -> Rows:
+    """`rows` of `supervised_start` for a model that is to call `tools` through its chat template; the answer
+    `last` ends an episode. `template`: what the trainer has as chat_template and chat_template_kwargs.
+    """
+
+    def rows(
+        family: TaskFamily, tasks: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+    ) -> list[Trajectory]:
+        made = environment_of(family, tasks, tools)
+        options = {"tools": [get_json_schema(getattr(made, name)) for name in tools], **template}
+        return [
+            _called(made(), number, [*calls_of(family, task), last], tokenizer, options)
+            for number, task in enumerate(tasks)
+        ]
+
+    return rows
+
+# %% ../../nbs/training/46_environments.ipynb #en0000s3
+def _called(
+    world: FamilyEnvironment, number: int, answers: Sequence[Call | str], tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+) -> Trajectory:  # fmt: skip
+    "Calls and a last word as one rollout, with the ids that TRL's loop of tool calls makes of them."
+    *before, asked = environment_prompts(1)[0]["prompt"]
+    messages = [*before, {**asked, "content": asked["content"] + world.reset(**{TASK: number})}]
+    row = Trajectory(encode(tokenizer, render(tokenizer, messages, **options)), messages)
+    for said in answers:
+        answer = message_of(said)
+        ids = answer_ids(tokenizer, plain(messages), answer, **options)
+        row.completion_ids += ids
+        row.sampled += [1] * len(ids)
+        messages.append(answer | {"sampled": True})
+        if isinstance(said, Call):
+            told = getattr(world, said.name)(**said.arguments)
+            messages.append({"role": "tool", "name": said.name, "content": told})
+            spoken = [*plain(messages[:-2]), {"role": "assistant", "content": ""}, messages[-1]]
+            link = between(tokenizer, spoken, True, **options)
+            row.completion_ids += link
+            row.sampled += [0] * len(link)
+    row.outcome = world._episode.outcome()
+    return row
+
+
+def message_of(said: Call | str) -> dict[str, Any]:
+    "An answer as a chat template takes it."
+    if isinstance(said, str):
+        return {"role": "assistant", "content": said}
+    call = {"type": "function", "function": {"name": said.name, "arguments": dict(said.arguments)}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
