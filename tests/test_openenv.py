@@ -322,7 +322,7 @@ def test_trls_environments_over_a_server_take_one_session_each_and_lose_a_row_wi
         assert worlds[0].ls() == "All requests were answered." == worlds[0].ls()
         assert worlds[0].get_reward() is None and worlds[1].get_reward() is not None
         asked = environment_feedback(lambda turn: "hint")
-        assert asked([[], []], worlds)[0] is None
+        assert asked([[], []], worlds)[0] == ()
         family.close()
 
 

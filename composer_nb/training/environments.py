@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +21,12 @@ from ..tasks.rollouts import Trajectory, between, plain
 from ..tasks.surfaces import JsonCalls, Tool
 from .feedback import Feedback
 from .supervised_start import Rows
-from .turns import TASK, Hint
+from .turns import TASK, Hint, Where, chosen, refuse_place
 
 # %% auto #0
 __all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'environment_of',
-           'environment_prompts', 'answers_of_turns', 'environment_feedback', 'SolvedWith', 'calls_of', 'answer_ids',
-           'tool_call_rows', 'message_of']
+           'environment_prompts', 'answers_of_turns', 'environment_feedback', 'faults_by_answer', 'SolvedWith',
+           'calls_of', 'answer_ids', 'tool_call_rows', 'message_of']
 
 # %% ../../nbs/training/46_environments.ipynb #en000006
 PYTHON_TYPES = {
@@ -140,27 +141,38 @@ def answers_of_turns(completion: Sequence[Mapping[str, Any]], turns: Sequence[An
         at = at if place is None else place + 1
     return found
 
-
-def environment_feedback(hint: Hint) -> Callable[..., list[Feedback | None]]:
-    "A `feedback_func`: the hint of the first faulty turn that has one, above the answer that made the call."
+# %% ../../nbs/training/46_environments.ipynb #en0000f1
+def environment_feedback(
+    hint: Hint, where: Where = "first", seed: int = 0
+) -> Callable[..., list[tuple[Feedback, ...]]]:
+    """A `feedback_func`: hints of faulty turns, above the answers that made the calls. `where` says above
+    which; `seed` draws random places.
+    """
+    refuse_place(where)
+    rng = random.Random(seed)
 
     def feedback(
         completions: Sequence[Any], environments: Sequence[Any], **columns: Any
-    ) -> list[Feedback | None]:
-        return [_first(completion, one, hint) for completion, one in zip(completions, environments)]
+    ) -> list[tuple[Feedback, ...]]:
+        found = [faults_by_answer(said, world, hint) for said, world in zip(completions, environments)]
+        return [chosen(hints, where, rng) for hints in found]
 
     return feedback
 
 
-def _first(completion: Sequence[Any], environment: FamilyEnvironment, hint: Hint) -> Feedback | None:
+def faults_by_answer(
+    completion: Sequence[Any], environment: FamilyEnvironment, hint: Hint
+) -> tuple[Feedback, ...]:
+    "For each answer with a faulty turn, the hint of the first about which there is something to say."
     if environment._lost or environment._episode is None:
-        return None
+        return ()
     outcome = environment._episode.outcome()
-    sites = answers_of_turns(completion, outcome.turns)
+    sites, found = answers_of_turns(completion, outcome.turns), dict[int, Feedback]()
     for number in outcome.faulty:
-        if sites[number] is not None and (text := hint(outcome.turns[number])):
-            return Feedback(text, site=sites[number])
-    return None
+        site = sites[number]
+        if site is not None and site not in found and (text := hint(outcome.turns[number])):
+            found[site] = Feedback(text, site=site)
+    return tuple(found.values())
 
 # %% ../../nbs/training/46_environments.ipynb #en0000s1
 class SolvedWith:
