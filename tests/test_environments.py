@@ -168,3 +168,24 @@ def test_hints_go_above_the_answers_that_are_wanted(where):
 def test_an_unknown_place_is_named():
     with pytest.raises(ValueError, match="first, last, each"):
         environment_feedback(lambda turn: None, where="above")
+
+
+# --- what turns earned -----------------------------------------------------------------------------
+
+
+def test_an_answer_is_credited_with_what_its_calls_earned():
+    earned = environment_of(FAMILY, TASKS, tools(), turn_reward=lambda turn: turn.number + 1, discount=0.5)
+    world, completion = faulty_thrice()
+    other = earned()
+    other._episode = world._episode
+    assert other._returns(completion) == pytest.approx([1 + 0.5 * (5 + 0.5 * 4), 5 + 0.5 * 4, 4, 0])
+    other._lost = "gone"
+    assert other._returns(completion) == []
+    assert {name for name in dir(earned) if not name.startswith("_")} == {name for name in dir(Tools) if not name.startswith("_")}
+
+
+def test_discounts_that_cannot_be_meant_are_refused():
+    with pytest.raises(ValueError, match="discount=0.5 has no effect"):
+        environment_of(FAMILY, TASKS, tools(), discount=0.5)
+    with pytest.raises(ValueError, match="not in"):
+        environment_of(FAMILY, TASKS, tools(), turn_reward=lambda turn: 1.0, discount=2.0)

@@ -21,7 +21,8 @@ from ..tasks.rollouts import Trajectory, between, plain
 from ..tasks.surfaces import JsonCalls, Tool
 from .feedback import Feedback
 from .supervised_start import Rows
-from .turns import TASK, Hint, Where, chosen, refuse_place
+from .turn_credit import turn_returns
+from .turns import TASK, Hint, TurnReward, Where, chosen, refuse_place
 
 # %% auto #0
 __all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'environment_of',
@@ -75,6 +76,8 @@ class FamilyEnvironment:
     _family: TaskFamily
     _tasks: Sequence[Any]
     _surface = JsonCalls()
+    _turn_reward: TurnReward | None = None
+    _discount = 1.0
     _episode: Any = None
     _lost = False
 
@@ -103,10 +106,25 @@ class FamilyEnvironment:
         if self._episode.done:
             return turn.reply or "(none)"
         return str(self._episode.messages()[-1]["content"])
+    def _returns(self, completion: Sequence[Mapping[str, Any]]) -> list[float]:
+        "What came from each answer on; an answer's calls earn it together. Nothing of a lost episode."
+        if self._lost:
+            return []
+        earned = [0.0] * sum(message.get("role") == "assistant" for message in completion)
+        turns = self._episode.outcome().turns
+        for site, turn in zip(answers_of_turns(completion, turns), turns):
+            if site is not None:
+                earned[site] += self._turn_reward(turn)
+        return turn_returns(earned, self._discount)
 
 # %% ../../nbs/training/46_environments.ipynb #en0000c1
-def environment_of(family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str, Tool]) -> type:
+def environment_of(
+    family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str, Tool],
+    turn_reward: TurnReward | None = None, discount: float = 1.0,
+) -> type:  # fmt: skip
     """A class for `environment_factory`: one method per tool of a family that reads JSON calls.
+
+    `turn_reward` says what a turn earned by itself, for `advantages="turn"`; `discount` is of later turns.
 
     Raises ValueError for a family that reads something else, and for a tool that is named as TRL's methods.
     """
@@ -115,8 +133,13 @@ def environment_of(family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str,
         raise ValueError(f"calls are written as JSON, and this family reads {surface.name}: use JsonCalls()")
     if taken := [name for name in tools if name in ("reset", "get_reward") or name.startswith("_")]:
         raise ValueError(f"tools {taken} would hide methods that TRL calls")
+    turn_returns([], discount)  # refuses what it cannot be
+    if turn_reward is None and discount != 1.0:
+        raise ValueError(f"discount={discount} has no effect without turn_reward")
+    own = {"_family": family, "_tasks": tasks, "_discount": discount}
+    own["_turn_reward"] = turn_reward and staticmethod(turn_reward)
     methods = {name: method_of(tool) for name, tool in tools.items()}
-    return type("FamilyTools", (FamilyEnvironment,), {"_family": family, "_tasks": tasks, **methods})
+    return type("FamilyTools", (FamilyEnvironment,), own | methods)
 
 
 def environment_prompts(count: int, system: str = "Answer each request with one tool call.") -> Dataset:
