@@ -79,10 +79,10 @@ class FamilyEnvironment:
     _turn_reward: TurnReward | None = None
     _discount = 1.0
     _episode: Any = None
-    _lost = False
+    _lost = ""  # why, where it is
 
     def reset(self, **columns: Any) -> str:
-        self._episode, self._lost = None, False  # a world behind a socket is given back first
+        self._episode, self._lost = None, ""  # a world behind a socket is given back first
         number = columns.get(TASK)
         if number is None or not 0 <= number < len(self._tasks):
             raise ValueError(f"{TASK}={number!r} is no task of {len(self._tasks)}; use environment_prompts")
@@ -100,8 +100,8 @@ class FamilyEnvironment:
             return "All requests were answered."
         try:
             turn = self._episode.step(self._surface.write(Call(name, arguments)))
-        except EpisodeLost:
-            self._lost = True
+        except EpisodeLost as error:
+            self._lost = str(error) or "the episode is lost"
             return "All requests were answered."
         if self._episode.done:
             return turn.reply or "(none)"
