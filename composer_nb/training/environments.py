@@ -26,8 +26,8 @@ from .turns import TASK, Hint, TurnReward, Where, chosen, refuse_place
 
 # %% auto #0
 __all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'environment_of',
-           'environment_prompts', 'answers_of_turns', 'environment_feedback', 'faults_by_answer', 'SolvedWith',
-           'calls_of', 'answer_ids', 'tool_call_rows', 'message_of']
+           'environment_prompts', 'answers_of_turns', 'returns_by_answer', 'environment_feedback', 'faults_by_answer',
+           'SolvedWith', 'calls_of', 'answer_ids', 'tool_call_rows', 'message_of']
 
 # %% ../../nbs/training/46_environments.ipynb #en000006
 PYTHON_TYPES = {
@@ -107,15 +107,7 @@ class FamilyEnvironment:
             return turn.reply or "(none)"
         return str(self._episode.messages()[-1]["content"])
     def _returns(self, completion: Sequence[Mapping[str, Any]]) -> list[float]:
-        "What came from each answer on; an answer's calls earn it together. Nothing of a lost episode."
-        if self._lost:
-            return []
-        earned = [0.0] * sum(message.get("role") == "assistant" for message in completion)
-        turns = self._episode.outcome().turns
-        for site, turn in zip(answers_of_turns(completion, turns), turns):
-            if site is not None:
-                earned[site] += self._turn_reward(turn)
-        return turn_returns(earned, self._discount)
+        return returns_by_answer(self, completion)
 
 # %% ../../nbs/training/46_environments.ipynb #en0000c1
 def environment_of(
@@ -163,6 +155,18 @@ def answers_of_turns(completion: Sequence[Mapping[str, Any]], turns: Sequence[An
         found.append(None if place is None else calls[place][0])
         at = at if place is None else place + 1
     return found
+
+# %% ../../nbs/training/46_environments.ipynb #en0000r1
+def returns_by_answer(world: FamilyEnvironment, completion: Sequence[Mapping[str, Any]]) -> list[float]:
+    "What came from each answer on; an answer's calls earn it together. Nothing of a lost episode."
+    if world._lost:
+        return []
+    earned = [0.0] * sum(message.get("role") == "assistant" for message in completion)
+    turns = world._episode.outcome().turns
+    for site, turn in zip(answers_of_turns(completion, turns), turns):
+        if site is not None:
+            earned[site] += world._turn_reward(turn)
+    return turn_returns(earned, world._discount)
 
 # %% ../../nbs/training/46_environments.ipynb #en0000f1
 def environment_feedback(

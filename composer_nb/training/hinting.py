@@ -127,8 +127,7 @@ class FeedbackTrainer(TurnCreditTrainer):
 
     def _generate(self, prompts: Any) -> Any:
         found = super()._generate(prompts)
-        if lost := mask_lost(found[2], self.environments):
-            said = f"{len(lost)} rollouts were lost and are not scored: {next(iter(lost.values()))}"
+        if said := mask_lost(found[2], self.environments):
             self.report.tell("lost", said)
         return found
 
@@ -165,12 +164,15 @@ class FeedbackTrainer(TurnCreditTrainer):
         longest = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         return Placer(self._text_tokenizer(), self.args.placement, template, longest)
 
-def mask_lost(tool_mask: list[list[int]] | None, environments: Sequence[Any] | None) -> dict[int, str]:
-    "Why which rollouts were lost, where environments say so (`_lost`); none of their tokens is scored then."
+# %% ../../nbs/training/39_hinting.ipynb #hn0000m1
+def mask_lost(tool_mask: list[list[int]] | None, environments: Sequence[Any] | None) -> str:
+    """No token of a rollout is scored whose environment was lost (`_lost` says why); how many and why, empty
+    where none was.
+    """
     lost = {i: why for i, one in enumerate(environments or ()) if (why := getattr(one, "_lost", ""))}
     for row in lost:
         tool_mask[row][:] = [0] * len(tool_mask[row])
-    return lost
+    return f"{len(lost)} rollouts were lost and are not scored: {next(iter(lost.values()))}" if lost else ""
 
 # %% ../../nbs/training/39_hinting.ipynb #f3dbe9ba
 class LiftTrainer(FeedbackTrainer):

@@ -91,7 +91,7 @@ class TurnCreditTrainer(PolicyTermTrainer):
             output["advantages"] = spread(self._turn_advantages, sampled).to(output["advantages"].dtype)
         return output
 
-
+# %% ../../nbs/training/34_turn_credit.ipynb #tc0000r1
 def own_returns(row: Any) -> list[float]:
     "The returns of a rollout. Raises ValueError where the rollout function gave none."
     if row.get("turn_returns") is None:
