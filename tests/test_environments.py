@@ -122,9 +122,9 @@ def test_a_turn_is_found_among_several_calls_and_calls_of_no_tool():
     assert answers_of_turns(completion, turns) == [1, 1, 2]
     assert answers_of_turns(completion[:2], turns) == [None, None, None]
     asked = environment_feedback(lambda turn: "hint" if json.loads(turn.said)["name"] == "ls" else None)
-    said = asked([completion], [world])[0]
+    (said,) = asked([completion], [world])[0]
     assert (said.hint, said.site) == ("hint", 1)
-    assert environment_feedback(lambda turn: None)([completion], [world]) == [None]
+    assert environment_feedback(lambda turn: None)([completion], [world]) == [()]
 
 
 def test_a_family_that_reads_lines_and_tools_that_hide_methods_are_refused():
@@ -133,3 +133,59 @@ def test_a_family_that_reads_lines_and_tools_that_hide_methods_are_refused():
     for name in ("reset", "get_reward", "_call"):
         with pytest.raises(ValueError, match=name):
             environment_of(FAMILY, TASKS, {name: tools()["ls"]})
+
+
+# --- several faulty turns --------------------------------------------------------------------------
+
+
+def faulty_thrice(name="pwd"):
+    "Three requests, each answered by an answer of its own that is wrong; the second answer is wrong twice."
+    world, calls = Tools(), [("mkdir", {"wrong": 1}), ("mkdir", {"wrong": 2}), ("mkdir", {"wrong": 3}), ("mkdir", {"wrong": 4})]
+    world.reset(task=next(i for i, t in enumerate(TASKS) if len(t.requests) == 4))
+    for name, arguments in calls:
+        getattr(world, name)(**arguments)
+    completion = [answer(calls[0]), TOOL, answer(*calls[1:3]), TOOL, TOOL, answer(calls[3]), TOOL, {"role": "assistant", "content": "Done."}]
+    return world, completion
+
+
+@pytest.mark.parametrize("where", ["first", "last", "each", "prompt_end", "random"])
+def test_hints_go_above_the_answers_that_are_wanted(where):
+    world, completion = faulty_thrice()
+    assert world._episode.outcome().faulty == (0, 1, 2, 3)
+    hint = lambda turn: None if turn.number == 0 and where != "each" else f"About {turn.number}."
+    (said,) = environment_feedback(hint, where)([completion], [world])
+    compared = {"first": [1], "last": [2], "each": [0, 1, 2], "prompt_end": [1], "random": [1]}[where]
+    assert [one.site for one in said if one.compared] == compared
+    read = [(one.site, one.hint) for one in said if one.hint]
+    if where == "each":
+        assert read == [(0, "About 0."), (1, "About 1."), (2, "About 3.")]  # of two faults in one answer the first
+    elif where in ("first", "last"):
+        assert [site for site, _ in read] == compared
+    else:
+        assert read == [(0, "About 1.")]
+
+
+def test_an_unknown_place_is_named():
+    with pytest.raises(ValueError, match="first, last, each"):
+        environment_feedback(lambda turn: None, where="above")
+
+
+# --- what turns earned -----------------------------------------------------------------------------
+
+
+def test_an_answer_is_credited_with_what_its_calls_earned():
+    earned = environment_of(FAMILY, TASKS, tools(), turn_reward=lambda turn: turn.number + 1, discount=0.5)
+    world, completion = faulty_thrice()
+    other = earned()
+    other._episode = world._episode
+    assert other._returns(completion) == pytest.approx([1 + 0.5 * (5 + 0.5 * 4), 5 + 0.5 * 4, 4, 0])
+    other._lost = "gone"
+    assert other._returns(completion) == []
+    assert {name for name in dir(earned) if not name.startswith("_")} == {name for name in dir(Tools) if not name.startswith("_")}
+
+
+def test_discounts_that_cannot_be_meant_are_refused():
+    with pytest.raises(ValueError, match="discount=0.5 has no effect"):
+        environment_of(FAMILY, TASKS, tools(), discount=0.5)
+    with pytest.raises(ValueError, match="not in"):
+        environment_of(FAMILY, TASKS, tools(), turn_reward=lambda turn: 1.0, discount=2.0)

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 import tiny
+import trl
 import uvicorn
 from openenv.core.env_server.types import Action
 from pydantic import ValidationError
@@ -48,7 +51,7 @@ from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.tasks.tool_calls import REMEDY
 from composer_nb.tasks.tool_calls_multi_turn import MultiTurn
 from composer_nb.training.config import ComposerConfig
-from composer_nb.training.environments import environment_feedback, environment_of
+from composer_nb.training.environments import environment_feedback, environment_of, environment_prompts
 from composer_nb.training.trainer import ComposerReplicationTrainer
 from composer_nb.training.turns import TurnRollouts, prompts_of
 
@@ -382,39 +385,82 @@ def test_trls_environments_over_a_server_take_one_session_each_and_lose_a_row_wi
         assert worlds[0].ls() == "All requests were answered." == worlds[0].ls()
         assert worlds[0].get_reward() is None and worlds[1].get_reward() is not None
         asked = environment_feedback(lambda turn: "hint")
-        assert asked([[], []], worlds)[0] is None
+        assert asked([[], []], worlds)[0] == ()
         family.close()
 
 
-def test_the_trainer_goes_on_when_one_rollout_is_lost(tmp_path):
+def trained(folder, dataset, rewards, steps, tokens, tokenizer=TOKENIZER, options=None, **doors):
+    args = ComposerConfig(str(folder), per_device_train_batch_size=4, num_generations=2, max_completion_length=tokens, max_steps=steps,
+                          bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False,
+                          alpha_sdpo=1.0, logging_steps=1, shuffle_dataset=False, **(options or {}))  # fmt: skip
+    trainer = ComposerReplicationTrainer(tiny.model(), rewards, args, dataset, processing_class=tokenizer, **doors)
+    batches, generate = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
+    return trainer, batches
+
+
+def killed_at(trainer, server, turn):
+    "SIGKILL before the trainer samples turn number `turn`; a new server is up while the trainer goes on."
+    asked, sample, back = iter(range(100)), trainer._generate_single_turn, threading.Thread(target=server.start)
+
+    def generate(*args, **options):
+        if next(asked) == turn:
+            server.kill()
+            assert server.process.returncode == -signal.SIGKILL
+            back.start()
+        return sample(*args, **options)
+
+    trainer._generate_single_turn = generate
+    return back
+
+
+def test_a_server_killed_in_training_costs_the_rollouts_on_it_and_the_run_goes_on(tmp_path):
+    """Two tasks, of two and of more requests: when the server dies in the third turn, the first is done."""
     with EpisodeServer(count=8) as server:
-        remote = RemoteFamily(server.url, "files", patience=30)
-        tasks = remote.tasks("train", 4)
+        remote = RemoteFamily(server.url, "files", patience=120)
+        counts = [len(task.requests) for task in TaskShelf(FILES, 8).split("train")]
+        tasks = [RemoteTask("train", index) for index in (counts.index(2), next(i for i, n in enumerate(counts) if n > 2))]
         rollouts = TurnRollouts(remote, tasks, lambda turn: remote.hints(turn).get("rule"))
-        dataset = prompts_of(remote, tasks)
-        played, original = [], remote.episode
-
-        def episode(task):
-            found = original(task)
-            played.append(found)
-            if len(played) == 2:
-                found.step = lambda text: (_ for _ in ()).throw(EpisodeLost("the episode is lost"))
-            return found
-
-        remote.episode = episode
-        args = ComposerConfig(str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=4, max_steps=2, bf16=False,
-                              use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False,
-                              alpha_sdpo=1.0, logging_steps=1)  # fmt: skip
-        trainer = ComposerReplicationTrainer(tiny.model(), rollouts.reward, args, dataset, processing_class=TOKENIZER,
-                                             rollout_func=rollouts, feedback_func=rollouts.feedback)  # fmt: skip
-        batches, generate = [], trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
+        trainer, batches = trained(tmp_path, prompts_of(remote, tasks), rollouts.reward, 2, tokens=4,
+                                   rollout_func=rollouts, feedback_func=rollouts.feedback)  # fmt: skip
+        back = killed_at(trainer, server, 2)
         trainer.train()
-        first = batches[0]
+        back.join()
+        first, second = batches
         scored = (first["tool_mask"] * first["completion_mask"]).sum(1)
-        assert scored[1] == 0 and (scored[[0, 2, 3]] > 0).all() and first["advantages"][1] == 0
+        assert sorted((scored > 0).tolist()) == [False, False, True, True]
+        assert (first["advantages"][scored == 0] == 0).all() and not first["sdpo_loss_mask"][scored == 0].any()
         assert trainer.state.global_step == 2 and len(batches) == 2
-        assert (batches[1]["tool_mask"] * batches[1]["completion_mask"]).sum(1).min() > 0
+        assert (second["tool_mask"] * second["completion_mask"]).sum(1).min() > 0
+        rows = [one["trajectory"] for one in trainer._rewarded[0]]
+        assert not any(row.lost for row in rows) and all(row.outcome.turns for row in rows)
+        remote.close()
+
+
+def test_a_server_killed_under_trls_environments_costs_the_rollouts_on_it_and_says_so(tmp_path):
+    """Calls are real ones through the served episodes; they are said by a script, since it is the server that is tried."""
+    with EpisodeServer(count=8, surface="json") as server:
+        remote = RemoteFamily(server.url, "files", patience=120)
+        tasks = [RemoteTask("train", index) for index in range(2)]
+        talker = tiny.tokenizer()
+        talker.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+        world = environment_of(remote, tasks, {"ls": tools()["ls"]})
+        asked = environment_feedback(lambda turn: "Reminder: one call.", "each")
+        trainer, batches = trained(tmp_path, environment_prompts(2), None, 2, tokens=400, environment_factory=world,
+                                   feedback_func=asked, options=dict(max_tool_calling_iterations=2), tokenizer=talker)  # fmt: skip
+        call = talker('<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call><|im_end|>')["input_ids"]
+        trainer._generate_single_turn = lambda ids, *_, **__: ([list(call) for _ in ids], None)
+        back, kept = killed_at(trainer, server, 1), []
+        reward = trainer._calculate_rewards
+        trainer._calculate_rewards = lambda *args: kept.append(([w._lost for w in trainer.environments], reward(*args))) or kept[-1][1]
+        with pytest.warns(UserWarning, match="4 rollouts were lost and are not scored: the episode of train"):
+            trainer.train()
+        back.join()
+        (lost, rewards), (others, found) = kept
+        assert all(lost) and rewards.isnan().all() and not any(others) and found.isfinite().all()
+        first, second = batches
+        assert (first["tool_mask"] * first["completion_mask"]).sum() == 0 and (first["advantages"] == 0).all()
+        assert (second["tool_mask"] * second["completion_mask"]).sum(1).min() > 0 and trainer.state.global_step == 2
         remote.close()
 
 

@@ -9,8 +9,11 @@ from test_rollouts import FAMILY, TASKS, TOKENIZER
 
 from composer_nb.policy import group_advantages, turn_advantages
 from composer_nb.tasks.contract import EpisodeLost
+from composer_nb.tasks.files.episodes import Files
+from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.training.config import ComposerConfig
-from composer_nb.training.trainer import ComposerReplicationTrainer
+from composer_nb.training.environments import environment_of
+from composer_nb.training.trainer import ComposerReplicationTrainer, settings_of
 from composer_nb.training.turn_credit import own_returns, spread, table_of, turn_returns
 from composer_nb.training.turns import TurnRollouts, prompts_of
 
@@ -199,5 +202,9 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
     with pytest.raises(ValueError, match="turn_returns"):
         own_returns({"prompt": "x"})
     args = ComposerConfig(str(tmp_path), advantages="turn", alpha_sdpo=0.0, beta_replay=0.0, use_cpu=True, bf16=False)
+    world = environment_of(Files(JsonCalls()), TASKS, {})
+    for doors in ({}, {"environment_factory": world}, {"environment_factory": {"a": world}}):
+        with pytest.raises(ValueError, match=r"environment_of\(..., turn_reward"):
+            settings_of(tiny.model(), args, dict(doors), None, None)
     with pytest.raises(ValueError, match="rollout_func"):
         ComposerReplicationTrainer(tiny.model(), lambda **_: [0.0], args, prompts_of(FAMILY, TASKS), processing_class=TOKENIZER)

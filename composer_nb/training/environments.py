@@ -6,19 +6,28 @@
 from __future__ import annotations
 
 import inspect
+import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
+from ..hints.place import encode, render
 from ..tasks.contract import Call, EpisodeLost, TaskFamily
+from ..tasks.rollouts import Trajectory, between, plain
 from ..tasks.surfaces import JsonCalls, Tool
 from .feedback import Feedback
-from .turns import TASK, Hint
+from .supervised_start import Rows
+from .turn_credit import turn_returns
+from .turns import TASK, Hint, TurnReward, Where, chosen, refuse_place
 
 # %% auto #0
 __all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'environment_of',
-           'environment_prompts', 'answers_of_turns', 'environment_feedback']
+           'environment_prompts', 'answers_of_turns', 'returns_by_answer', 'environment_feedback', 'faults_by_answer',
+           'SolvedWith', 'calls_of', 'answer_ids', 'tool_call_rows', 'message_of']
 
 # %% ../../nbs/training/46_environments.ipynb #en000006
 PYTHON_TYPES = {
@@ -67,11 +76,13 @@ class FamilyEnvironment:
     _family: TaskFamily
     _tasks: Sequence[Any]
     _surface = JsonCalls()
+    _turn_reward: TurnReward | None = None
+    _discount = 1.0
     _episode: Any = None
-    _lost = False
+    _lost = ""  # why, where it is
 
     def reset(self, **columns: Any) -> str:
-        self._episode, self._lost = None, False  # a world behind a socket is given back first
+        self._episode, self._lost = None, ""  # a world behind a socket is given back first
         number = columns.get(TASK)
         if number is None or not 0 <= number < len(self._tasks):
             raise ValueError(f"{TASK}={number!r} is no task of {len(self._tasks)}; use environment_prompts")
@@ -89,16 +100,23 @@ class FamilyEnvironment:
             return "All requests were answered."
         try:
             turn = self._episode.step(self._surface.write(Call(name, arguments)))
-        except EpisodeLost:
-            self._lost = True
+        except EpisodeLost as error:
+            self._lost = str(error) or "the episode is lost"
             return "All requests were answered."
         if self._episode.done:
             return turn.reply or "(none)"
         return str(self._episode.messages()[-1]["content"])
+    def _returns(self, completion: Sequence[Mapping[str, Any]]) -> list[float]:
+        return returns_by_answer(self, completion)
 
 # %% ../../nbs/training/46_environments.ipynb #en0000c1
-def environment_of(family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str, Tool]) -> type:
+def environment_of(
+    family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str, Tool],
+    turn_reward: TurnReward | None = None, discount: float = 1.0,
+) -> type:  # fmt: skip
     """A class for `environment_factory`: one method per tool of a family that reads JSON calls.
+
+    `turn_reward` says what a turn earned by itself, for `advantages="turn"`; `discount` is of later turns.
 
     Raises ValueError for a family that reads something else, and for a tool that is named as TRL's methods.
     """
@@ -107,8 +125,13 @@ def environment_of(family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str,
         raise ValueError(f"calls are written as JSON, and this family reads {surface.name}: use JsonCalls()")
     if taken := [name for name in tools if name in ("reset", "get_reward") or name.startswith("_")]:
         raise ValueError(f"tools {taken} would hide methods that TRL calls")
+    turn_returns([], discount)  # refuses what it cannot be
+    if turn_reward is None and discount != 1.0:
+        raise ValueError(f"discount={discount} has no effect without turn_reward")
+    own = {"_family": family, "_tasks": tasks, "_discount": discount}
+    own["_turn_reward"] = turn_reward and staticmethod(turn_reward)
     methods = {name: method_of(tool) for name, tool in tools.items()}
-    return type("FamilyTools", (FamilyEnvironment,), {"_family": family, "_tasks": tasks, **methods})
+    return type("FamilyTools", (FamilyEnvironment,), own | methods)
 
 
 def environment_prompts(count: int, system: str = "Answer each request with one tool call.") -> Dataset:
@@ -133,24 +156,141 @@ def answers_of_turns(completion: Sequence[Mapping[str, Any]], turns: Sequence[An
         at = at if place is None else place + 1
     return found
 
+# %% ../../nbs/training/46_environments.ipynb #en0000r1
+def returns_by_answer(world: FamilyEnvironment, completion: Sequence[Mapping[str, Any]]) -> list[float]:
+    "What came from each answer on; an answer's calls earn it together. Nothing of a lost episode."
+    if world._lost:
+        return []
+    earned = [0.0] * sum(message.get("role") == "assistant" for message in completion)
+    turns = world._episode.outcome().turns
+    for site, turn in zip(answers_of_turns(completion, turns), turns):
+        if site is not None:
+            earned[site] += world._turn_reward(turn)
+    return turn_returns(earned, world._discount)
 
-def environment_feedback(hint: Hint) -> Callable[..., list[Feedback | None]]:
-    "A `feedback_func`: the hint of the first faulty turn that has one, above the answer that made the call."
+# %% ../../nbs/training/46_environments.ipynb #en0000f1
+def environment_feedback(
+    hint: Hint, where: Where = "first", seed: int = 0
+) -> Callable[..., list[tuple[Feedback, ...]]]:
+    """A `feedback_func`: hints of faulty turns, above the answers that made the calls. `where` says above
+    which; `seed` draws random places.
+    """
+    refuse_place(where)
+    rng = random.Random(seed)
 
     def feedback(
         completions: Sequence[Any], environments: Sequence[Any], **columns: Any
-    ) -> list[Feedback | None]:
-        return [_first(completion, one, hint) for completion, one in zip(completions, environments)]
+    ) -> list[tuple[Feedback, ...]]:
+        found = [faults_by_answer(said, world, hint) for said, world in zip(completions, environments)]
+        return [chosen(hints, where, rng) for hints in found]
 
     return feedback
 
 
-def _first(completion: Sequence[Any], environment: FamilyEnvironment, hint: Hint) -> Feedback | None:
+def faults_by_answer(
+    completion: Sequence[Any], environment: FamilyEnvironment, hint: Hint
+) -> tuple[Feedback, ...]:
+    "For each answer with a faulty turn, the hint of the first about which there is something to say."
     if environment._lost or environment._episode is None:
-        return None
+        return ()
     outcome = environment._episode.outcome()
-    sites = answers_of_turns(completion, outcome.turns)
+    sites, found = answers_of_turns(completion, outcome.turns), dict[int, Feedback]()
     for number in outcome.faulty:
-        if sites[number] is not None and (text := hint(outcome.turns[number])):
-            return Feedback(text, site=sites[number])
-    return None
+        site = sites[number]
+        if site is not None and site not in found and (text := hint(outcome.turns[number])):
+            found[site] = Feedback(text, site=site)
+    return tuple(found.values())
+
+# %% ../../nbs/training/46_environments.ipynb #en0000s1
+class SolvedWith:
+    "A family, and of its tasks those whose solution calls no tool but these."
+
+    def __init__(self, family: TaskFamily, tools: Mapping[str, Tool]) -> None:
+        self.family, self.tools = family, tools
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["family"], name)
+
+    def tasks(self, split: str, count: int, seed: int = 0) -> list[Any]:
+        "Raises ValueError where 64 times as many tasks hold fewer than `count`."
+        drawn = self.family.tasks(split, 64 * count, seed)
+        found = [task for task in drawn if {c.name for c in calls_of(self.family, task)} <= {*self.tools}]
+        if len(found) < count:
+            said = f"{len(found)} of {len(drawn)} tasks are solved with {', '.join(self.tools)}"
+            raise ValueError(f"{said}, and {count} are asked for: add tools")
+        return found[:count]
+
+
+def calls_of(family: TaskFamily, task: Any) -> list[Call]:
+    "The calls of a task's solution, of a family that reads JSON."
+    said = [json.loads(text) for text in family.reference(task)]
+    return [Call(call["name"], call["arguments"]) for call in said]
+
+# %% ../../nbs/training/46_environments.ipynb #en0000s2
+def answer_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any],
+    **template: Any,
+) -> list[int]:  # fmt: skip
+    """What the chat template writes for an answer, from the opening of the turn to its end. Raises ValueError
+    for a template that writes it otherwise than it opens it.
+    """
+    opened = render(tokenizer, messages, **template)
+    text = tokenizer.apply_chat_template([*messages, answer], tokenize=False, **template)
+    end = text.find(tokenizer.eos_token, len(opened))
+    if not text.startswith(opened) or end < 0:
+        raise ValueError(
+            f"the chat template opens an answer with {opened[-40:]!r}, and writes none that begins so and "
+            f"ends in {tokenizer.eos_token!r}: pass the trainer's keywords (enable_thinking=False, …)"
+        )
+    return encode(tokenizer, text[len(opened) : end + len(tokenizer.eos_token)])
+
+
+def tool_call_rows(tools: Mapping[str, Tool], last: str = "Done.", **template: Any) -> Rows:
+    """`rows` of `supervised_start` for a model that is to call `tools` through its chat template; the answer
+    `last` ends an episode. `template`: what the trainer has as chat_template and chat_template_kwargs.
+    """
+
+    def rows(
+        family: TaskFamily, tasks: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+    ) -> list[Trajectory]:
+        made = environment_of(family, tasks, tools)
+        options = {"tools": [get_json_schema(getattr(made, name)) for name in tools], **template}
+        return [
+            _called(made(), number, [*calls_of(family, task), last], tokenizer, options)
+            for number, task in enumerate(tasks)
+        ]
+
+    return rows
+
+# %% ../../nbs/training/46_environments.ipynb #en0000s3
+def _called(
+    world: FamilyEnvironment, number: int, answers: Sequence[Call | str], tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+) -> Trajectory:  # fmt: skip
+    "Calls and a last word as one rollout, with the ids that TRL's loop of tool calls makes of them."
+    *before, asked = environment_prompts(1)[0]["prompt"]
+    messages = [*before, {**asked, "content": asked["content"] + world.reset(**{TASK: number})}]
+    row = Trajectory(encode(tokenizer, render(tokenizer, messages, **options)), messages)
+    for said in answers:
+        answer = message_of(said)
+        ids = answer_ids(tokenizer, plain(messages), answer, **options)
+        row.completion_ids += ids
+        row.sampled += [1] * len(ids)
+        messages.append(answer | {"sampled": True})
+        if isinstance(said, Call):
+            told = getattr(world, said.name)(**said.arguments)
+            messages.append({"role": "tool", "name": said.name, "content": told})
+            spoken = [*plain(messages[:-2]), {"role": "assistant", "content": ""}, messages[-1]]
+            link = between(tokenizer, spoken, True, **options)
+            row.completion_ids += link
+            row.sampled += [0] * len(link)
+    row.outcome = world._episode.outcome()
+    return row
+
+
+def message_of(said: Call | str) -> dict[str, Any]:
+    "An answer as a chat template takes it."
+    if isinstance(said, str):
+        return {"role": "assistant", "content": said}
+    call = {"type": "function", "function": {"name": said.name, "arguments": dict(said.arguments)}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

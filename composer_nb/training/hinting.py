@@ -28,7 +28,8 @@ from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
 __all__ = ['refuse_hint_settings', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
-           'FeedbackTrainer', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
+           'FeedbackTrainer', 'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward',
+           'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
 def refuse_hint_settings(trainer: Any) -> None:
@@ -124,6 +125,12 @@ class FeedbackTrainer(TurnCreditTrainer):
     report: Any = None
     _feedback: Sequence[Any] = ()
 
+    def _generate(self, prompts: Any) -> Any:
+        found = super()._generate(prompts)
+        if said := mask_lost(found[2], self.environments):
+            self.report.tell("lost", said)
+        return found
+
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Any:
@@ -156,6 +163,16 @@ class FeedbackTrainer(TurnCreditTrainer):
         }
         longest = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         return Placer(self._text_tokenizer(), self.args.placement, template, longest)
+
+# %% ../../nbs/training/39_hinting.ipynb #hn0000m1
+def mask_lost(tool_mask: list[list[int]] | None, environments: Sequence[Any] | None) -> str:
+    """No token of a rollout is scored whose environment was lost (`_lost` says why); how many and why, empty
+    where none was.
+    """
+    lost = {i: why for i, one in enumerate(environments or ()) if (why := getattr(one, "_lost", ""))}
+    for row in lost:
+        tool_mask[row][:] = [0] * len(tool_mask[row])
+    return f"{len(lost)} rollouts were lost and are not scored: {next(iter(lost.values()))}" if lost else ""
 
 # %% ../../nbs/training/39_hinting.ipynb #f3dbe9ba
 class LiftTrainer(FeedbackTrainer):

@@ -19,6 +19,7 @@ __all__ = ['TRL_SEAMS', 'TRL_CALLED', 'TRL_ATTRIBUTES', 'moved_seams', 'require_
 TRL_SEAMS: dict[str, tuple[str, ...]] = {
     "_prepare_inputs": ("self", "generation_batch"),
     "_generate_and_score_completions": ("self", "inputs"),
+    "_generate": ("self", "prompts"),
     "_generate_single_turn": (
         "self",
         "prompt_ids",
@@ -42,6 +43,7 @@ TRL_ATTRIBUTES = (
     "chat_template_kwargs",
     "tools",
     "environment_factories",
+    "environments",
     "rollout_func",
     "generation_config",
     "use_vllm",

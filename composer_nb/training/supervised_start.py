@@ -5,7 +5,7 @@
 # %% ../../nbs/training/48_supervised_start.ipynb #ss000004
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from ..tasks.contract import TaskFamily
 from ..tasks.rollouts import Trajectory, roll_out
 
 # %% auto #0
-__all__ = ['solution_rows', 'supervised_start']
+__all__ = ['Rows', 'solution_rows', 'supervised_start']
 
 # %% ../../nbs/training/48_supervised_start.ipynb #ss000005
+Rows = Callable[[TaskFamily, Sequence[Any], PreTrainedTokenizerBase], Sequence[Trajectory]]
+
+
 def solution_rows(
     family: TaskFamily, tasks: Sequence[Any], tokenizer: PreTrainedTokenizerBase, longest: int = 2048,
     **template: Any,
@@ -42,11 +45,13 @@ def solution_rows(
 def supervised_start(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: TaskFamily, steps: int,
     *, size: int = 4, learning_rate: float = 2e-5, seed: int = 0, progress: bool = True,
+    rows: Rows = solution_rows,
 ) -> list[float]:  # fmt: skip
     """Train `model` in place on solutions of training tasks, `size` tasks a step; cross entropy (nats) per
     step.
 
-    AdamW without decay, no dropout. Raises ValueError for no steps or no tasks.
+    AdamW without decay, no dropout. `rows` says the solutions, in the form that the model is to speak.
+    Raises ValueError for no steps or no tasks.
     """
     if steps < 1 or size < 1:
         raise ValueError(f"steps={steps}, size={size}: at least one step of one task")
@@ -55,8 +60,8 @@ def supervised_start(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     tasks = family.tasks("train", size * steps, seed)
     for step in tqdm(range(steps), desc="supervised start", disable=not progress):
-        rows = solution_rows(family, tasks[size * step : size * (step + 1)], tokenizer)
-        batch = student_rows([row.rollout() for row in rows], Padding("right", tokenizer.pad_token_id))
+        said = rows(family, tasks[size * step : size * (step + 1)], tokenizer)
+        batch = student_rows([row.rollout() for row in said], Padding("right", tokenizer.pad_token_id))
         ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
         row, column = batch["response_mask"].to(device).nonzero(as_tuple=True)
         logits = shared_forward_pass(model, ids, mask).logits(row, column)

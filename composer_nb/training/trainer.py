@@ -42,6 +42,7 @@ from .pairs import as_pairs, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
+from .turn_credit import refuse_silent_turns
 from .verified import VERIFIED_FIELDS
 
 # %% auto #0
@@ -105,9 +106,8 @@ def settings_of(
     if found.rlsd > 0 and feedback is None:
         said = f"rlsd={found.rlsd} needs feedback_func"
         raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
-    if found.advantages == "turn" and others.get("rollout_func") is None:
-        said = "advantages='turn' needs a rollout_func that says what turns earned"
-        raise ValueError(f"{said}: TurnRollouts(..., turn_reward=...), or leave it at 'trl'")
+    if found.advantages == "turn":
+        refuse_silent_turns(others.get("rollout_func"), others.get("environment_factory"))
     return found
 
 # %% ../../nbs/training/40_trainer.ipynb #3d12b7b5

@@ -5,7 +5,7 @@
 # %% ../../nbs/training/34_turn_credit.ipynb #tc000004
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..policy import turn_advantages
 from .policy_terms import PolicyTermTrainer
 
 # %% auto #0
-__all__ = ['turn_returns', 'total_rewards', 'table_of', 'spread', 'TurnCreditTrainer', 'own_returns']
+__all__ = ['turn_returns', 'total_rewards', 'table_of', 'spread', 'TurnCreditTrainer', 'own_returns', 'refuse_silent_turns']
 
 # %% ../../nbs/training/34_turn_credit.ipynb #tc000006
 def turn_returns(earned: Sequence[float], discount: float = 1.0) -> list[float]:
@@ -71,13 +71,18 @@ class TurnCreditTrainer(PolicyTermTrainer):
     ) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._by_turn():
-            rows = gather_object([own_returns(row) for row in inputs])
+            rows = gather_object(self._returns_of(inputs, completions))
             total = total_rewards(rewards, self.reward_weights)
             kind = "dr_grpo" if self.scale_rewards == "none" else "grpo"
             first = self.accelerator.process_index * len(prompts)
             found = turn_advantages(table_of(rows, total), self.num_generations, kind=kind)
             self._turn_advantages = found[first : first + len(prompts)]
         return rewards
+
+    def _returns_of(self, inputs: Any, completions: Any) -> list[list[float]]:
+        if self.environments is None:
+            return [own_returns(row) for row in inputs]
+        return [world._returns(said) for world, said in zip(self.environments, completions)]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
@@ -86,7 +91,7 @@ class TurnCreditTrainer(PolicyTermTrainer):
             output["advantages"] = spread(self._turn_advantages, sampled).to(output["advantages"].dtype)
         return output
 
-
+# %% ../../nbs/training/34_turn_credit.ipynb #tc0000r1
 def own_returns(row: Any) -> list[float]:
     "The returns of a rollout. Raises ValueError where the rollout function gave none."
     if row.get("turn_returns") is None:
@@ -95,3 +100,13 @@ def own_returns(row: Any) -> list[float]:
             "turn on. TurnRollouts(..., turn_reward=...) writes it"
         )
     return list(row["turn_returns"])
+
+def refuse_silent_turns(rollout_func: Any, environment_factory: Any) -> None:
+    "Raises ValueError where nobody says what turns earned."
+    several = isinstance(environment_factory, Mapping)
+    made = list(environment_factory.values()) if several else [environment_factory]
+    if rollout_func is None and not all(getattr(one, "_turn_reward", None) for one in made):
+        raise ValueError(
+            "advantages='turn' needs a rollout_func or environments that say what turns earned: "
+            "TurnRollouts(..., turn_reward=...), environment_of(..., turn_reward=...), or leave it at 'trl'"
+        )

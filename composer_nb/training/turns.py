@@ -18,7 +18,7 @@ from .turn_credit import turn_returns
 
 # %% auto #0
 __all__ = ['TASK', 'Hint', 'TurnReward', 'Where', 'prompts_of', 'task_number', 'columns_of_rows', 'played', 'said_in',
-           'hinted_faults', 'first_fault', 'placed', 'TurnRollouts']
+           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'TurnRollouts']
 
 # %% ../../nbs/training/45_turns.ipynb #tu000006
 TASK = "task"  # key of the last message of a prompt: which task it opens
@@ -78,6 +78,12 @@ def said_in(row: Trajectory) -> list[dict[str, Any]]:
 Where = Literal["first", "last", "each", "prompt_end", "random"]
 
 
+def refuse_place(where: str) -> None:
+    "Raises ValueError for a place that is none."
+    if where not in get_args(Where):
+        raise ValueError(f"where={where!r} is not one of {', '.join(get_args(Where))}")
+
+
 def hinted_faults(row: Trajectory, hint: Hint) -> tuple[Feedback, ...]:
     "A hint for each faulty turn about which there is something to say."
     faulty = () if row.lost else row.outcome.faulty
@@ -94,7 +100,11 @@ def placed(row: Trajectory, hint: Hint, where: Where, rng: random.Random) -> tup
     """Hints where they are wanted: above the first faulty turn, the last, each; or, to compare with, that of
     the first at the end of the prompt or above a random turn before it. Faulty turns are compared.
     """
-    found = hinted_faults(row, hint)
+    return chosen(hinted_faults(row, hint), where, rng)
+
+
+def chosen(found: tuple[Feedback, ...], where: Where, rng: random.Random) -> tuple[Feedback, ...]:
+    "Of the hints of a rollout's faulty turns, in order, those that are wanted, where they are wanted."
     if where == "each" or not found:
         return found
     one = found[-1] if where == "last" else found[0]
@@ -119,8 +129,7 @@ class TurnRollouts:
         self, family: TaskFamily, tasks: Sequence[Any], hint: Hint, longest: int = 2048,
         where: Where = "first", seed: int = 0, turn_reward: TurnReward | None = None, discount: float = 1.0,
     ) -> None:  # fmt: skip
-        if where not in get_args(Where):
-            raise ValueError(f"where={where!r} is not one of {', '.join(get_args(Where))}")
+        refuse_place(where)
         self.family, self.tasks, self.hint, self.longest = family, tasks, hint, longest
         self.where, self.rng = where, random.Random(seed)
         self.turn_reward, self.discount = turn_reward, discount
