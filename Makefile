@@ -117,6 +117,10 @@ clean-nbs: $(DEV_STAMP) ## bring chapters into their committed form: no counts, 
 model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cache
 	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
 
+.PHONY: env-verl
+env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache
+	@$(VENV)/bin/composer-nb env make verl
+
 .PHONY: help
 help: ## list targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \

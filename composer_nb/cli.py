@@ -16,8 +16,8 @@ from .replay.command import app as replay
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
 # %% auto #0
-__all__ = ['app', 'PASSED_ON', 'ladder', 'tools', 'version', 'wheelhouse', 'serve', 'train', 'evaluate', 'memory', 'run_cells',
-           'show_cells', 'main']
+__all__ = ['app', 'PASSED_ON', 'ladder', 'environments', 'tools', 'version', 'wheelhouse', 'serve', 'train', 'evaluate', 'memory',
+           'run_cells', 'show_cells', 'make_env', 'show_envs', 'main']
 
 # %% ../nbs/launching/90_cli.ipynb #e34cb701
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -178,6 +178,33 @@ def show_cells(plan: Annotated[Path, typer.Argument(help="spikes/SPIKE/ladders/N
         raise typer.Exit(1) from None
     for row in rows:
         typer.echo(f"{row['cell']:24} {row['state']:8} {row['wall_s']!s:>8} s  {row['commit'][:7]}")
+
+# %% ../nbs/launching/90_cli.ipynb #envcli01
+environments = typer.Typer(no_args_is_help=True, help="Environments of frameworks that cannot share ours.")
+app.add_typer(environments, name="env")
+
+
+@environments.command("make")
+def make_env(name: Annotated[str, typer.Argument(help="verl")]) -> None:
+    "Make an environment in the user cache, once; say its size and how long it took."
+    from composer_nb.adapters.environments import EnvironmentMissing, cost_of, make_environment
+
+    try:
+        made = make_environment(name)
+    except (OSError, ValueError, EnvironmentMissing) as error:
+        typer.echo(f"composer-nb env: {error}", err=True)
+        raise typer.Exit(1) from None
+    cost = cost_of(made)
+    typer.echo(f"{made.folder}: {cost['bytes'] / 1e6:.0f} MB, installed in {cost['seconds']:.0f} s")
+
+
+@environments.command("show")
+def show_envs() -> None:
+    "Say which environments there are, and which are made."
+    from composer_nb.adapters.environments import ENVIRONMENTS
+
+    for name, environment in ENVIRONMENTS.items():
+        typer.echo(f"{name:12} {environment.folder if environment.made else 'not made'}")
 
 # %% ../nbs/launching/90_cli.ipynb #a395ab46
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..core import token_logprobs
@@ -29,9 +29,9 @@ from ..policy import policy_denominator, policy_loss
 from ..preference import dpo_loss, reduce_pairs, sequence_logprobs, simpo_loss
 
 # %% auto #0
-__all__ = ['Channel', 'policy_channel', 'distillation_channel', 'row_weights', 'streamed_distillation', 'head_of', 'hint_channel',
-           'teacher_views', 'share_of', 'distillation_count', 'verified_channel', 'pair_logprobs', 'reference_logprobs',
-           'preference_channel']
+__all__ = ['Channel', 'policy_channel', 'policy_on_logprobs', 'distillation_channel', 'row_weights', 'streamed_distillation',
+           'head_of', 'hint_channel', 'teacher_views', 'share_of', 'distillation_count', 'verified_channel',
+           'pair_logprobs', 'reference_logprobs', 'preference_channel', 'preference_on_logprobs']
 
 # %% ../../nbs/training/11_channels.ipynb #1d464668
 Channel = tuple[Float[Tensor, ""], int]
@@ -51,11 +51,22 @@ def policy_channel(
     mask[:, 0] = False  # nothing predicts the first token
     batch, token = mask.nonzero(as_tuple=True)
     logps = token_logprobs(student.logits(batch, token), inputs["input_ids"][batch, token])
-    scored = len(batch)
-    if "advantages" not in inputs:
-        return -logps.sum() / torch.as_tensor(scored if count is None else count).clamp(min=1), scored
-    scored = int(policy_denominator(mask, config.policy_kind))
     grid = logps.new_zeros(mask.shape).masked_scatter(mask, logps)
+    return policy_on_logprobs(grid, mask, inputs, config, count)
+
+# %% ../../nbs/training/11_channels.ipynb #pol0logp
+def policy_on_logprobs(
+    grid: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    inputs: Mapping[str, Tensor],
+    config: PolicyTermOptions,
+    count: Tensor | float | None,
+) -> Channel:
+    "`policy_channel` from the tokens' log-probs (nats), for an engine that hands over no logits."
+    scored = int(mask.sum())
+    if "advantages" not in inputs:
+        return -grid[mask].sum() / torch.as_tensor(scored if count is None else count).clamp(min=1), scored
+    scored = int(policy_denominator(mask, config.policy_kind))
     old = inputs.get("old_logprobs")
     output = policy_loss(
         grid, grid.detach() if old is None else old, inputs["advantages"], mask, kind=config.policy_kind,
@@ -355,12 +366,22 @@ def preference_channel(
 ) -> tuple[Float[Tensor, ""], int, dict[str, float]]:
     "Mean preference loss over pairs, the number of pairs, and their mean reward margin and accuracy."
     simpo = config.dpo_variant == "simpo"
-    shape = dict(label_smoothing=config.replay_label_smoothing, loss_type=config.replay_loss_type)
     if not simpo and "dpo_chosen_ref_logprobs" not in inputs:
         remedy = "add reference_logprobs(reference_model, inputs), or use dpo_variant='simpo'"
         raise ValueError(f"DPO needs reference log-probs: {remedy}")
-    chosen, rejected = pair_logprobs(model, inputs, average=simpo)
-    if simpo:
+    return preference_on_logprobs(*pair_logprobs(model, inputs, average=simpo), inputs, config, count)
+
+# %% ../../nbs/training/11_channels.ipynb #pre0logp
+def preference_on_logprobs(
+    chosen: Float[Tensor, " P"],
+    rejected: Float[Tensor, " P"],
+    inputs: Mapping[str, Tensor],
+    config: PreferenceOptions,
+    count: Tensor | float | None = None,
+) -> tuple[Float[Tensor, ""], int, dict[str, float]]:
+    "`preference_channel` from the replies' log-probs (nats): their means for SimPO, else their sums."
+    shape = dict(label_smoothing=config.replay_label_smoothing, loss_type=config.replay_loss_type)
+    if config.dpo_variant == "simpo":
         output = simpo_loss(chosen, rejected, beta=config.simpo_beta, gamma=config.simpo_gamma, **shape)
     else:
         sides = [chosen, rejected, inputs["dpo_chosen_ref_logprobs"], inputs["dpo_rejected_ref_logprobs"]]

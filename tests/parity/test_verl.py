@@ -2,17 +2,13 @@
 relation.
 
 verl runs in a process of its own (`verl_oracle.py`) over a folder with verl and what it needs beside our
-packages. The first run makes that folder, in the user cache; it is keyed by `requirements-verl.txt`, so
-another pin makes another one.
+packages (`adapters.environments`). The first run makes that folder, in the user cache; it is keyed by its
+pins, so another pin makes another one.
 """
 
-import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from composer_nb.adapters.environments import Environment, make_environment, variables
 from composer_nb.core import kl_estimate, reduce_tokens
-from composer_nb.models import cache_dir
 from composer_nb.policy import dppo_loss, group_advantages, kl_penalty, policy_loss
 
 HERE = Path(__file__).parent
-REQUIREMENTS = HERE.parents[1] / "requirements-verl.txt"
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-15},
     torch.float32: {"rtol": 1e-6, "atol": 1e-7},  # a few units in the last place
@@ -41,41 +36,16 @@ NON_EMPTY = 5
 # --- verl, in its own process ----------------------------------------------------------------------
 
 
-def verl_folder() -> Path:
-    """The folder with verl in it; installed under another name first, so that an interrupted install is
-    never used.
-    """
-    key = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
-    folder = cache_dir() / f"verl-{key}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=".verl-", dir=folder.parent))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile"]
-    command = [*pip, "--no-deps", "--target", str(building), "-r", str(REQUIREMENTS)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, f"verl could not be installed:\n{' '.join(command)}\n{done.stderr}"
-        building.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # another run may have been faster: then its folder serves
-            raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return folder
-
-
 class Verl:
     """`verl(call, tensors, **options)` is what verl's function returned, with the gradient of its one
     differentiable input.
     """
 
-    def __init__(self, folder: Path, scratch: Path) -> None:
-        self.folder, self.files = folder, (scratch / "in.safetensors", scratch / "out.safetensors")
+    def __init__(self, environment: Environment, scratch: Path) -> None:
+        self.environment, self.files = environment, (scratch / "in.safetensors", scratch / "out.safetensors")
         self.log = (scratch / "stderr.txt").open("w+")
-        environment = os.environ | {"PYTHONPATH": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "verl_oracle.py")], env=environment, cwd=scratch, text=True, bufsize=1,
+            [sys.executable, str(HERE / "verl_oracle.py")], env=variables(environment), cwd=scratch, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
         )  # fmt: skip
         self.about = self.read()
@@ -107,14 +77,14 @@ class Verl:
 
 @pytest.fixture(scope="module")
 def verl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verl]:
-    oracle = Verl(verl_folder(), tmp_path_factory.mktemp("verl"))
+    oracle = Verl(make_environment("verl"), tmp_path_factory.mktemp("verl"))
     yield oracle
     oracle.close()
 
 
 def test_it_is_the_pinned_verl(verl: Verl) -> None:
-    assert f"verl=={verl.about['version']}" in REQUIREMENTS.read_text().split()
-    assert Path(verl.about["file"]).is_relative_to(verl.folder)
+    assert f"verl=={verl.about['version']}" in verl.environment.pins.read_text().split()
+    assert Path(verl.about["file"]).is_relative_to(verl.environment.folder)
 
 
 def assert_same(ours: Tensor, theirs: SimpleNamespace, leaf: Tensor, **tolerance: float) -> None:
