@@ -189,8 +189,8 @@ class EpisodeEnvironment(TaskLists, Environment[EpisodeAction, EpisodeObservatio
         "Task `index` of a split (the first), or one drawn with `seed`. Raises ValueError for other options."
         if unknown:
             raise ValueError(f"reset takes seed, episode_id, split, index, and not {sorted(unknown)}")
-        count = len(self.shelf.split(split := split or self.shelf.splits[0]))
-        index = random.Random(seed).randrange(count) if index is None else index
+        tasks = self.shelf.split(split := split or self.shelf.splits[0])
+        index = random.Random(seed).randrange(len(tasks)) if index is None else index
         self._episode = self.shelf.family.episode(self.shelf.task(split, index))
         self._state = EpisodeState(episode_id=episode_id or uuid.uuid4().hex, split=split, index=index)
         return observation_of(self.shelf.family, self._episode, 0, None, self._state.episode_id)
@@ -210,8 +210,7 @@ class EpisodeEnvironment(TaskLists, Environment[EpisodeAction, EpisodeObservatio
 def app_of(family: TaskFamily, count: int = 128, seed: int = 0, sessions: int = 64) -> Any:
     "The web application: `count` tasks of each split, for `sessions` clients at once."
     shelf = TaskShelf(family, count, seed)
-    for split in shelf.splits:
-        shelf.split(split)  # drawn before the first client waits
+    list(map(shelf.split, shelf.splits))  # drawn before the first client waits
     return create_app(
         lambda: EpisodeEnvironment(shelf), EpisodeAction, EpisodeObservation, env_name=family.name,
         max_concurrent_envs=sessions, state_cls=EpisodeState,
@@ -308,7 +307,7 @@ def tasks_at(url: str, name: str, split: str, count: int, seed: int = 0) -> list
     "`count` tasks of a server's split, shuffled by `seed`. Raises ValueError where it has fewer, or none."
     answer = httpx.post(f"{url}/{name}/num_tasks", json={"split": split}, timeout=30)
     if answer.status_code != 200:
-        raise ValueError(f"{url} has no tasks of {name!r}: {answer.status_code} {answer.text[:200]}")
+        raise ValueError(f"{url} has no tasks of {name!r} in {split}: {answer.status_code} {answer.text:.90}")
     total = answer.json()["num_tasks"]
     if count > total:
         raise ValueError(f"{count} tasks asked for, and {split} of {url} has {total}")
