@@ -116,12 +116,17 @@ def evaluate(
     from composer_nb.models import load_model
     from composer_nb.training.command import RunOptions, questions_of, score
 
-    options = RunOptions(
-        model=model, heldout=heldout, longest_prompt=longest_prompt, longest_answer=longest_answer
-    )
-    loaded, tokenizer = load_model(model)
-    for name, value in score(loaded, tokenizer, questions_of(options, tokenizer)[1], longest_answer).items():
-        typer.echo(f"{name}: {value:.3f}")
+    sizes = {"heldout": heldout, "longest_prompt": longest_prompt, "longest_answer": longest_answer}
+    try:
+        options = RunOptions(model=model, **sizes)
+        if heldout == 0:
+            raise ValueError("heldout=0 leaves nothing to score: set it above 0")
+        loaded, tokenizer = load_model(model)
+        scored = score(loaded, tokenizer, questions_of(options, tokenizer)[1], longest_answer)
+    except (OSError, ValueError) as error:
+        typer.echo(f"composer-nb eval: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo("\n".join(f"{name}: {value:.3f}" for name, value in scored.items()))
 
 # %% ../nbs/launching/90_cli.ipynb #memcli01
 @app.command(context_settings=PASSED_ON)

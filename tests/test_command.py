@@ -8,7 +8,10 @@ import yaml
 from typer.testing import CliRunner
 
 from composer_nb.cli import app
-from composer_nb.training.command import RunOptions, read_run
+from composer_nb.replay.dataset import preference_dataset
+from composer_nb.traces.pair import DPOPair
+from composer_nb.training.command import RunOptions, pairs_at, read_run
+from composer_nb.training.pairs import as_pairs
 
 SHELL = CliRunner()
 QUIET = dict(use_cpu=True, bf16=False, report_to="none")
@@ -32,11 +35,34 @@ def test_words_win_over_the_file(tmp_path):
         (dict(alpha_sdpo=-1.0), "alpha_sdpo=-1.0"),
         (dict(kl_estimator="k1"), "beta=0"),
         (dict(heldout=-1), "heldout=-1"),
+        (dict(beta_replay=0.2), "beta_replay=0.2 has no effect without pairs"),
+        (dict(dpo_variant="simpo"), "dpo_variant='simpo' has no effect without pairs"),
+        (dict(dpo_variant="simpo", simpo_gamma=0.3), "no effect without pairs"),
+        (dict(pairs="none.parquet"), "pairs='none.parquet': no such"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused_by_name(tmp_path, fields, says):
     done = SHELL.invoke(app, ["train", str(config(tmp_path, **fields))])
     assert done.exit_code == 1 and says in done.output
+
+
+@pytest.mark.parametrize("heldout, says", [("0", "nothing to score"), ("-1", "heldout=-1 is negative")])
+def test_eval_without_questions_is_one_line(heldout, says):
+    done = SHELL.invoke(app, ["eval", "smollm2-135m", "--heldout", heldout])
+    assert done.exit_code == 1 and says in done.output and done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_pairs_of_an_export_reach_channel_three(tmp_path, kind):
+    context = [{"role": "user", "content": "Say red."}]
+    made = preference_dataset([DPOPair("a", context, "red", "blue"), DPOPair("b", context, "red", "no")])
+    path = tmp_path / f"pairs.{kind}"
+    made.to_parquet(path) if kind == "parquet" else made.to_json(path)
+    options, _ = read_run([], config(tmp_path, pairs=str(path), beta_replay=0.2))
+    found = [(p.state_id, p.state_messages[0]["content"], p.chosen, p.rejected) for p in as_pairs(pairs_at(options.pairs))]
+    assert found == [("a", "Say red.", "red", "blue"), ("b", "Say red.", "red", "no")]
+    with pytest.raises(ValueError, match="no effect with beta_replay=0"):
+        read_run([], config(tmp_path, pairs=str(path), beta_replay=0.0))
 
 
 def test_a_missing_file_says_what_to_write(tmp_path):

@@ -16,6 +16,7 @@ from composer_nb.hints import encode, render
 from composer_nb.hints.place import holds
 from composer_nb.trainer import ComposerReplicationTrainer, Feedback
 from composer_nb.training.feedback import Placer, ask, hint_rows
+from composer_nb.training.hinting import require_conversations
 
 PROMPT = [{"role": "user", "content": "Say red."}]
 ANSWER = [{"role": "assistant", "content": "blue"}]
@@ -205,3 +206,18 @@ def test_several_hints_of_one_completion_are_kept_in_order_without_gaps():
     said = [Feedback("a", 0), None, Feedback("b", 2)]
     assert ask(lambda **columns: [said], ["a"], ["b"]) == [(said[0], said[2])]
     assert ask(lambda **columns: [[None], ], ["a"], ["b"]) == [None]
+
+
+@pytest.mark.parametrize("wrong", [dict(site=None), dict(site=1.5), dict(hint=None)], ids=str)
+def test_feedback_without_sense_is_one_line(wrong):
+    with pytest.raises(ValueError, match=rf"^Feedback\({next(iter(wrong))}={next(iter(wrong.values()))}\): .*") as told:
+        Feedback(**(dict(hint="Say red.") | wrong))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_refused_before_anything_is_sampled(column):
+    rows = Dataset.from_list([{"prompt": PROMPT, column: "a picture"}] * 2)
+    with pytest.raises(ValueError, match=f"the column '{column}'.*alpha_sdpo=0"):
+        require_conversations(rows)
+    require_conversations(Dataset.from_list([{"prompt": PROMPT, "imagery": "none"}]))

@@ -241,3 +241,24 @@ def test_schedules_begin_at_the_weight_and_end_at_zero() -> None:
         values = [scheduled(0.4, kind, 0.5, p / 10) for p in range(11)]
         assert values[0] == 0.4 and values == sorted(values, reverse=True) and max(values[5:]) < 1e-12
     assert scheduled(0.4, "constant", 1.0, 1.0) == 0.4
+
+
+@pytest.mark.parametrize("options", [dict(grad_norm_steps=2), dict(gate_cap=0.5, hint_mode="gated", teacher="live")])
+def test_gradients_of_channels_are_refused_under_reentrant_checkpointing(tmp_path, options) -> None:
+    reentrant = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"{name}={options[name]}.*'use_reentrant': False"):
+        adopt(arguments(tmp_path, **reentrant), options)
+    for harmless in ({"use_reentrant": False}, None):
+        adopt(arguments(tmp_path, **reentrant | dict(gradient_checkpointing_kwargs=harmless)), options)
+    adopt(arguments(tmp_path, **reentrant | dict(gradient_checkpointing=False)), options)
+    adopt(arguments(tmp_path, **reentrant), {})
+
+
+@pytest.mark.parametrize("options", [dict(alpha_sdpo=0.0, sdpo_temperature=2.0), dict(beta_replay=0.0, dpo_variant="simpo")])
+def test_options_of_a_channel_without_weight_are_kept_and_read_by_nothing(everything, tmp_path, options) -> None:
+    weight, other = options
+    assert getattr(adopt(arguments(tmp_path), options).loss_config(), other) == options[other]
+    found = [loss_and_gradient(everything, **given) for given in ({weight: 0.0}, options)]
+    assert torch.equal(*found)
+    assert not torch.equal(loss_and_gradient(everything), loss_and_gradient(everything, **{other: options[other]}))

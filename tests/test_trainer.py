@@ -7,11 +7,13 @@ import inspect
 import json
 import logging
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+import yaml
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -801,3 +803,15 @@ def test_another_class_of_arguments_is_refused(tmp_path):
 
     with pytest.raises(TypeError, match="args is a Mine: pass a ComposerConfig"):
         adopt(Mine(str(tmp_path), use_cpu=True, bf16=False, report_to="none"), {})
+
+
+def test_the_model_card_names_the_method_and_cites_grpo_as_grpo(tmp_path):
+    build(tmp_path, alpha_sdpo=0.0, beta_replay=0.0).create_model_card(model_name="mine")
+    card = (tmp_path / "README.md").read_text()
+    assert "trained with GRPO with hint self-distillation and trace-replay preferences (composer_nb)." in card
+    assert "introduced in" not in card and "Cite Composer" not in card
+    cited = yaml.safe_load((Path(__file__).parents[1] / "CITATION.cff").read_text())
+    ours, grpo = card.partition("% GRPO, the policy term alone:\n")[::2]
+    for value in (cited["title"], cited["authors"][0]["name"], cited["repository-code"], cited["license"], str(cited["version"])):
+        assert f"{{{value}}}" in ours
+    assert "shao2024deepseekmath" not in ours and grpo.startswith("@article{shao2024deepseekmath")

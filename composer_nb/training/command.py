@@ -6,21 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from datasets import Dataset
 from trl import TrlParser
 
-from ..loss.config import option
+from ..loss.config import PreferenceOptions, option
 from ..models import complete, load_model
 from ..tasks import tool_calls
 from .config import ComposerConfig
 from .trainer import ComposerReplicationTrainer
 
 # %% auto #0
-__all__ = ['RunOptions', 'read_run', 'questions_of', 'score', 'train']
+__all__ = ['RunOptions', 'read_run', 'refuse_unread_pairs', 'pairs_at', 'questions_of', 'score', 'train']
 
 # %% ../../nbs/training/42_command.ipynb #7a7f5c06
 @dataclass(kw_only=True)
@@ -33,6 +34,7 @@ class RunOptions:
     heldout: int = option(64, "held-out questions that are scored")
     longest_prompt: int = option(0, "longer prompts (tokens) are left out; 0 is none")
     longest_answer: int = option(64, "longest answer (tokens) when held-out questions are scored")
+    pairs: str = option("", "pairs of channel 3: the .parquet or .jsonl of `composer-nb replay export`")
 
     def __post_init__(self) -> None:
         if self.task != "tool_calls":
@@ -59,7 +61,31 @@ def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions
         raise ValueError("a word was not understood; the lines above say which") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    refuse_unread_pairs(options, args)
     return options, args
+
+# %% ../../nbs/training/42_command.ipynb #pairs001
+def refuse_unread_pairs(options: RunOptions, args: ComposerConfig) -> None:
+    "Raises ValueError for options of channel 3 in a run without pairs, and for pairs that nothing weighs."
+    pairs_at(options.pairs)  # a file that is not there is said before the model is loaded
+    if options.pairs and args.beta_replay == 0:
+        raise ValueError(f"pairs={options.pairs!r} has no effect with beta_replay=0: set beta_replay")
+    defaults = {f.name: f.default for f in fields(ComposerConfig)}
+    for name in () if options.pairs else (f.name for f in fields(PreferenceOptions)):
+        off = name == "beta_replay" and args.beta_replay == 0
+        if (value := getattr(args, name)) != defaults[name] and not off:
+            said = f"{name}={value!r} has no effect without pairs"
+            raise ValueError(f"{said}: set pairs to a .parquet or .jsonl of `composer-nb replay export`")
+
+
+def pairs_at(path: str) -> Dataset | None:
+    "Rows of prompt, chosen and rejected; None without a path. Raises ValueError for any other file."
+    if not path:
+        return None
+    if not Path(path).is_file() or Path(path).suffix not in (".parquet", ".jsonl"):
+        raise ValueError(f"pairs={path!r}: no such .parquet or .jsonl file")
+    read = Dataset.from_parquet if path.endswith(".parquet") else Dataset.from_json
+    return read(path)
 
 # %% ../../nbs/training/42_command.ipynb #b339c308
 def questions_of(options: RunOptions, tokenizer: Any) -> tuple[list[Any], list[Any]]:
@@ -81,6 +107,8 @@ def questions_of(options: RunOptions, tokenizer: Any) -> tuple[list[Any], list[A
 def score(model: Any, tokenizer: Any, questions: Sequence[Any], longest_answer: int) -> dict[str, float]:
     "Mean grade and share of exact answers (greedy) over the questions."
     prompts = [tool_calls.render_prompt(q, descriptions=False) for q in questions]
+    if not prompts:
+        raise ValueError("no held-out question is left to score: set heldout, or raise longest_prompt")
     texts = complete(model.eval(), tokenizer, prompts, max_new_tokens=longest_answer, progress="held-out")
     grades = [tool_calls.grade(text, question) for text, question in zip(texts, questions)]
     graded, exact = sum(g.reward for g in grades), sum(g.exact for g in grades)
@@ -100,8 +128,9 @@ def train(options: RunOptions, args: ComposerConfig) -> tuple[ComposerReplicatio
         return [hint(said[-1]["content"], name) for said, name in zip(completions, question_id)]
 
     rows = tool_calls.to_dataset(questions, descriptions=False)
+    given = {"feedback_func": feedback, "preference_dataset": pairs_at(options.pairs)}
     trainer = ComposerReplicationTrainer(
-        model, tool_calls.make_reward(by_id), args, rows, processing_class=tokenizer, feedback_func=feedback
+        model, tool_calls.make_reward(by_id), args, rows, processing_class=tokenizer, **given
     )
     trainer.train()
     trainer.save_model(args.output_dir)

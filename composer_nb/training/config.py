@@ -28,7 +28,7 @@ from ..self_teacher import TeacherKind
 
 # %% auto #0
 __all__ = ['Schedule', 'scheduled', 'TeacherOptions', 'RetakeOptions', 'PolicyChoices', 'ScheduleOptions', 'ComposerConfig',
-           'refuse_idle_rows', 'refuse_what_the_policy_ignores', 'adopt', 'from_loss_config']
+           'refuse_idle_rows', 'refuse_reentrant', 'refuse_what_the_policy_ignores', 'adopt', 'from_loss_config']
 
 # %% ../../nbs/training/30_configuration.ipynb #3f1ad3ca
 Schedule = Literal["constant", "linear", "cosine"]
@@ -178,6 +178,7 @@ class ComposerConfig(
     def check_channels(self) -> None:
         "Raises ValueError for the first field that is wrong, or without effect."
         refuse_idle_rows(self)
+        refuse_reentrant(self)
         self.check_teacher()
         self.check_retakes()
         self.check_choices()
@@ -211,6 +212,16 @@ def refuse_idle_rows(args: ComposerConfig) -> None:
         if args.skip_idle_rows and (value := getattr(args, name)) != off:
             said = f"skip_idle_rows leaves out answers that {name}={value!r} acts on"
             raise ValueError(f"{said}: set skip_idle_rows=False, or {name}={off!r}")
+
+
+def refuse_reentrant(args: ComposerConfig) -> None:
+    "Raises ValueError where a channel's own gradient is asked for through a backward pass that runs once."
+    own = {"grad_norm_steps": args.grad_norm_steps or None, "gate_cap": args.gate_cap}
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    for name, value in own.items():
+        if args.gradient_checkpointing and reentrant and value is not None:
+            said = f"{name}={value!r} takes gradients by autograd.grad, which use_reentrant=True forbids"
+            raise ValueError(f"{said}: set gradient_checkpointing_kwargs={{'use_reentrant': False}}")
 
 # %% ../../nbs/training/30_configuration.ipynb #93446f4f
 # What only TRL's own loss reads, and its value there when nothing is asked for.

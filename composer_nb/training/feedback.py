@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,13 +39,20 @@ __all__ = ['Said', 'FeedbackFunc', 'Feedback', 'hints_in', 'columns_of', 'ask', 
 @dataclass(frozen=True)
 class Feedback:
     """A hint for one sampled turn of a completion; `site` counts turns, -1 is the last. `compared=False` only
-    shows the hint there, an empty hint only compares the turn. `kind` names what sort of hint it is.
+    shows the hint there, an empty hint only compares the turn. `kind` names what sort of hint it is. Raises
+    ValueError for a hint that is no text, and a site that is no whole number.
     """
 
     hint: str
     site: int = -1
     compared: bool = True
     kind: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hint, str):
+            raise ValueError(f"Feedback(hint={self.hint!r:.80}): a hint is a text; say None for no feedback")
+        if not isinstance(self.site, numbers.Integral):
+            raise ValueError(f"Feedback(site={self.site!r:.80}): the number of a turn, -1 is the last")
 
 
 Said = Feedback | tuple[Feedback, ...] | None  # one hint, several for turns of one completion, or none

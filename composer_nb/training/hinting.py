@@ -80,8 +80,12 @@ def refuse_model(trainer: Any) -> None:
 
 # %% ../../nbs/training/39_hinting.ipynb #refuse1
 def require_conversations(dataset: Any) -> None:
-    "Raises ValueError where the first row's prompt is plain text."
+    "Raises ValueError where the first row's prompt is plain text, or has images beside it."
     first = next(iter(dataset), None) if dataset is not None else None
+    for name in ("image", "images"):
+        if first is not None and first.get(name) is not None:
+            said = f"the column {name!r}: channel 2 reads text only, and the teacher would not see the images"
+            raise ValueError(f"{said}; remove it, or set alpha_sdpo=0")
     if first is not None and isinstance(first.get("prompt"), str):
         raise ValueError(
             "hints are placed through the chat template: channel 2 needs conversational prompts (lists of "

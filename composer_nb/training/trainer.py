@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
+from .. import __version__
 from ..batch import ComposerDataCollator
 from ..distillation.taid import TAIDScheduler
 from ..forward.prefixes import continues_exactly
@@ -46,9 +47,9 @@ from .turn_credit import refuse_silent_turns
 from .verified import VERIFIED_FIELDS
 
 # %% auto #0
-__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup', 'teacher_of', 'pairs_of',
-           'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer',
-           'channels_of', 'ComposerReplicationTrainer']
+__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup',
+           'teacher_of', 'pairs_of', 'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer',
+           'ResumableTrainer', 'channels_of', 'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
@@ -341,6 +342,20 @@ def channels_of(
         found[0].scored["sdpo"] = 0
     return found[0]
 
+# %% ../../nbs/training/40_trainer.ipynb #card0000
+METHOD = "GRPO with hint self-distillation and trace-replay preferences (composer_nb)"
+_GRPO = GRPOTrainer._paper["citation"]
+CITATION = f"""@software{{composer_nb,
+    title        = {{{{composer_nb: the open, executable book of agentic post-training}}}},
+    author       = {{{{the composer_nb authors}}}},
+    version      = {{{__version__}}},
+    license      = {{MIT}},
+    url          = {{https://github.com/composer-nb/composer_nb}},
+}}
+
+% GRPO, the policy term alone:
+{_GRPO}"""
+
 # %% ../../nbs/training/40_trainer.ipynb #9b152733
 class ComposerReplicationTrainer(ResumableTrainer):
     """TRL's GRPO plus hint self-distillation (`alpha_sdpo`) and trace-replay preferences (`beta_replay`).
@@ -352,7 +367,8 @@ class ComposerReplicationTrainer(ResumableTrainer):
     reference scores (default: in the output folder).
     """
 
-    _name, _tag_names = "Composer", ["trl", "grpo", "composer-notebooks"]  # of the model card
+    # of the model card
+    _name, _paper, _tag_names = METHOD, {"citation": CITATION}, ["trl", "grpo", "composer-notebooks"]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training or (self.teacher is None and not self.pairs):
