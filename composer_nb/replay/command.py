@@ -113,8 +113,10 @@ def redact(
     out: Annotated[Path, typer.Option(help="file of redacted states to write")] = Path("clean.jsonl"),
     user: Annotated[list[str], typer.Option(help="a name to replace everywhere; repeatable")] = [],
     ips: Annotated[bool, typer.Option(help="also IP addresses")] = False,
+    personal: Annotated[bool, typer.Option(help="cards, accounts, ids, phone numbers, logins")] = True,
+    kind: Annotated[list[str], typer.Option(help="only this kind of personal data; repeatable")] = [],
 ) -> None:
-    "Replace secrets, addresses, home folders and names by placeholders."
+    "Replace secrets, personal data, addresses, home folders and names by placeholders."
     from tqdm.auto import tqdm
 
     from composer_nb.redaction import Redactor
@@ -122,7 +124,9 @@ def redact(
 
     if out.resolve() == states.resolve():
         raise ValueError(f"{out} is the file that is read; name another one")
-    redactor = Redactor(users=user, ips=ips)
+    if kind and not personal:
+        raise ValueError("--kind names personal data, --no-personal keeps all of it: leave one of them out")
+    redactor = Redactor(users=user, ips=ips, personal=kind or personal)
     progress = tqdm(load_states(states), desc="redact", unit="state", mininterval=1.0)
     count = save_states(redactor.states(progress), out)
     for kind, found in redactor.report.counts.most_common():
@@ -142,8 +146,9 @@ def _estimate(plan: ReplayPlan, states: list[TraceState]) -> Estimate:
     from composer_nb.replay.plan import teachers_of
     from composer_nb.replay.runner import replay_trace_sync
 
-    told = dict(ledger=plan.ledger, dry_run=True, allow_same_vendor=plan.allow_same_vendor, progress=False)
-    found = replay_trace_sync(states, teachers_of(plan, weights=False), plan.ceiling_usd, **told)
+    told = dict(ledger=plan.ledger, allow_same_vendor=plan.allow_same_vendor, personal=plan.personal)
+    asked = teachers_of(plan, weights=False)
+    found = replay_trace_sync(states, asked, plan.ceiling_usd, dry_run=True, progress=False, **told)
     for name, row in found.by_teacher.items():
         typer.echo(f"{name}: {row['calls']:.0f} calls, at worst {row['worst_usd']:.4f} USD")
     typer.echo(str(found))
@@ -171,7 +176,7 @@ def run(
     if _estimate(told, states).worst_usd and not pay:
         typer.echo("Nobody was asked: these calls may cost money. Add --pay to make them.")
         raise typer.Exit(LEFT)
-    options = dict(ledger=told.ledger, allow_same_vendor=told.allow_same_vendor)
+    options = dict(ledger=told.ledger, allow_same_vendor=told.allow_same_vendor, personal=told.personal)
     with _terminable():
         done = replay_trace_sync(states, teachers_of(told), told.ceiling_usd, **options)
     for name, row in done.summary().items():
