@@ -48,7 +48,8 @@ class Dialect:
     `path`: after the base URL, maybe with `{model}`. `body`: the request's JSON. `answer`: the service's JSON
     as a chat completion. `key_header`: header of the key, and what goes before it. `lacks`: settings without
     a field there. `model_is_ours`: the model's name is the user's own, so that the answer's says nothing.
-    `prices`: provider in genai-prices. `source`, `read`: the documents, and when they were read.
+    `prices`: provider in genai-prices. `source`: the documents; `read`: when a copy of a page of them was
+    read for this row, empty where it was written from what is generally known of them.
     """
 
     name: str
@@ -88,21 +89,21 @@ _INSURED = Bill(
 )
 _AZURE = Bill(
     charged=frozenset({"content_filter", "context_length"}),
-    source="learn.microsoft.com: Manage costs for Azure OpenAI (HTTP error response code and billing)",
+    source="learn.microsoft.com: Manage costs for Azure OpenAI (HTTP error code and billing)",
 )
 
 _TABLE = (
     Dialect("chat", _CHAT, chat_body, chat_answer, "OpenAI API reference: Chat Completions, with max_tokens",
-            _READ),
-    Dialect("openai", _CHAT, _OPENAI, chat_answer, "OpenAI API reference: Chat Completions", _READ,
+            ""),
+    Dialect("openai", _CHAT, _OPENAI, chat_answer, "OpenAI API reference: Chat Completions", "",
             prices="openai"),
     Dialect("responses", "/responses", responses_body, responses_answer, "OpenAI API reference: Responses",
-            _READ, prices="openai", lacks=("seed",)),
+            "", prices="openai", lacks=("seed",)),
     Dialect("anthropic", "/messages", messages_body, messages_answer,
-            "Claude Developer Platform: Messages; Errors; Handling stop reasons", _READ, prices="anthropic",
+            "Claude Developer Platform: Messages; Errors; Handling stop reasons", "", prices="anthropic",
             key_header=("x-api-key", ""), headers=(("anthropic-version", "2023-06-01"),), lacks=("seed",)),
     Dialect("azure", "/openai/deployments/{model}/chat/completions", _OPENAI, chat_answer,
-            "Azure OpenAI in Microsoft Foundry Models REST API reference (data plane)", _READ, prices="azure",
+            "Azure OpenAI in Microsoft Foundry Models REST API reference (data plane)", "", prices="azure",
             key_header=("api-key", ""), query="api-version=2024-10-21", model_is_ours=True, bill=_AZURE),
     Dialect("gemini", "/models/{model}:generateContent", gemini_body, gemini_answer,
             "Gemini API: generateContent; Thought signatures; Troubleshooting", _READ, prices="google",
@@ -111,7 +112,7 @@ _TABLE = (
             "openrouter.ai/docs: API Reference; Provider Routing; Usage Accounting", _READ,
             prices="openrouter", bill=_INSURED),
     Dialect("vllm", _CHAT, chat_body, chat_answer, "vLLM: OpenAI-Compatible Server; Reasoning Outputs",
-            _READ),
+            ""),
     Dialect("ollama", _CHAT, partial(chat_body, tool_choice=False), chat_answer,
             "docs.ollama.com: OpenAI compatibility", _READ),
 )
