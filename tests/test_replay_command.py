@@ -19,7 +19,7 @@ from composer_nb.replay.dataset import load_pairs
 from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.plan import read_plan, teachers_of
 from composer_nb.replay.protocol import TeacherRequest
-from composer_nb.traces import load_states
+from composer_nb.traces import Action, TraceState, load_states, save_states
 
 disable_progress_bars()
 NAMES = ("tool", "tool_text", "ok")
@@ -314,3 +314,30 @@ def test_torn_contexts_are_told_of_mended_and_refused_before_anything_is_paid(tm
     assert replay("pairs", plan)[0] == 0
     (pair,) = load_pairs(tmp_path / "pairs.jsonl")
     assert [m["role"] for m in pair.state_messages] == ["user", "assistant", "tool", "user"] and pair.state_messages[2]["content"] == "aborted"
+
+
+def test_personal_data_stays_where_it_is_asked_to(tmp_path):
+    """What `redact` was told to leave, `run` sends only if the plan says the same."""
+    said = "call +49 30 901820 about card 4111 1111 1111 1111, key AKIAIOSFODNN7EXAMPLQ"
+    save_states([TraceState("s/0", [{"role": "user", "content": said}], Action("x"))], tmp_path / "states.jsonl")
+
+    def redacted(*words):
+        assert replay("redact", tmp_path / "states.jsonl", "--out", tmp_path / "clean.jsonl", *words)[0] == 0
+        return (tmp_path / "clean.jsonl").read_text()
+
+    assert "901820" not in redacted() and "4111" not in redacted()
+    assert "901820" in redacted("--no-personal") and "4111 1111" in redacted("--no-personal")
+    some = redacted("--kind", "phone number")
+    assert "901820" not in some and "4111 1111" in some and "AKIA" not in some
+    code, _, why = replay("redact", tmp_path / "states.jsonl", "--no-personal", "--kind", "login")
+    assert code == 1 and "leave one of them out" in why
+    assert "give a list out of" in replay("redact", tmp_path / "states.jsonl", "--kind", "shoe size")[2]
+    teacher = {"model": "v/m", "base_url": "https://example.org/v1"}
+    prices = {"date": "d", "source": "s", "models": {"v/m": PRICE}}
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    plan = {"states": "clean.jsonl", "teachers": [teacher], "ceiling_usd": 1, "prices": "prices.json"}
+    for told, wanted in (({}, 1), ({"personal": False}, 0), ({"personal": ["phone number"]}, 0), ({"personal": ["payment card"]}, 1)):
+        (tmp_path / "p.yaml").write_text(json.dumps(plan | told))
+        assert replay("estimate", tmp_path / "p.yaml")[0] == wanted, told
+    (tmp_path / "p.yaml").write_text(json.dumps(plan | {"personal": ["shoe size"]}))
+    assert "personal is true, false or a list out of" in replay("estimate", tmp_path / "p.yaml")[2]

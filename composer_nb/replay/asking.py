@@ -90,6 +90,9 @@ async def read_again(teacher: Teacher, request: TeacherRequest, ledger: Ledger) 
         if was_refused(stop):
             await ledger.release(request, attempt, str(stop))
         return None
+    if was_busy(reply):  # as an error that cost nothing is
+        await ledger.release(request, attempt, reply.reason)
+        return None
     await ledger.reply(reply, attempt)
     return reply
 
@@ -106,7 +109,7 @@ def ledgered_reply(
     running: dict[str, asyncio.Task[TeacherReply]] = {}
 
     async def reply(request: TeacherRequest) -> TeacherReply:
-        if (known := ledger.known(request.key)) is not None and not was_busy(known):
+        if (known := ledger.find(request)) is not None and not was_busy(known):
             return read_anew(teacher, request, known, ledger)
         if request.key not in running or running[request.key].done():
             running[request.key] = asyncio.create_task(ask(request))

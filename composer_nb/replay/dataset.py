@@ -23,7 +23,8 @@ from ..traces.pair import DPOPair
 from ..traces.state import _mended
 
 # %% auto #0
-__all__ = ['Schemas', 'save_pairs', 'load_pairs', 'preference_row', 'preference_dataset', 'dataset_card', 'write_dataset']
+__all__ = ['Schemas', 'UNFINISHED', 'save_pairs', 'load_pairs', 'preference_row', 'preference_dataset', 'dataset_card',
+           'write_dataset']
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas006
 def save_pairs(pairs: Iterable[DPOPair], path: str | os.PathLike) -> int:
@@ -139,27 +140,29 @@ no proof: no pair here was checked by running it.
 | `teachers_agreeing` | how many agreed on `chosen` |
 | `provenance` | JSON: who agreed and who did not, threshold, the trace's model and source |
 
-Made with `composer_nb`. Say here whose the recorded sessions are, and under which licence this may be used,
+Made with `composer_nb`. {unfinished},
 before you publish it.
 """
+UNFINISHED = "Say here whose the recorded sessions are, and under which licence this may be used"
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas015
 def dataset_card(made: Dataset) -> str:
     "The README of a folder with `pairs.parquet`: what is in it, counted."
-    told = [json.loads(text) for text in made["provenance"]]
+    found = [json.loads(text) for text in made["provenance"]]
     votes = sorted(Counter(made["teachers_agreeing"]).items())
     facts = {
         "teachers that agreed": ", ".join(f"{n}: {count} pairs" for n, count in votes),
-        "teachers": _named(name for one in told for name in one.get("agreed", ())),
-        "models that acted": _named(one.get("trace_model") or "not named" for one in told),
-        "threshold": _named(str(one["threshold"]) for one in told if "threshold" in one),
-        "judge of texts": _named(one["judge"] for one in told if "judge" in one),
-        "steps that failed": str(sum(bool(one.get("is_error_site")) for one in told)),
+        "teachers": _named(name for one in found for name in one.get("agreed", ())),
+        "models that acted": _named(one.get("trace_model") or "not named" for one in found),
+        "threshold": _named(str(one["threshold"]) for one in found if "threshold" in one),
+        "judge of texts": _named(one["judge"] for one in found if "judge" in one),
+        "steps that failed": str(sum(bool(one.get("is_error_site")) for one in found)),
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value)
     tools = "| `tools` | JSON: function schemas on offer |\n" if "tools" in made.column_names else ""
     size = next(name for top, name in _SIZES if len(made) < top)
-    return _CARD.format(size=size, rows=len(made), facts=rows, tools=tools)
+    told = {"size": size, "rows": len(made), "facts": rows, "tools": tools, "unfinished": UNFINISHED}
+    return _CARD.format(**told)
 
 # %% ../../nbs/replay/33_dataset.ipynb #datas016
 _SIZES = ((1e3, "n<1K"), (1e4, "1K<n<10K"), (1e5, "10K<n<100K"), (1e6, "100K<n<1M"), (float("inf"), "n>1M"))

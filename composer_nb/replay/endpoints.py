@@ -23,7 +23,7 @@ import httpx
 from .received import Attempt
 
 # %% auto #0
-__all__ = ['Keep', 'TokenBucket', 'retry_after_s', 'Limits', 'Places', 'Pace', 'Endpoint']
+__all__ = ['Keep', 'TokenBucket', 'retry_after_s', 'Limits', 'Manners', 'Places', 'Pace', 'Endpoint']
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c007-150d19
 class TokenBucket:
@@ -94,10 +94,10 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
-    def pause(self, attempts: Sequence[Attempt]) -> float | None:
-        "Seconds until the next attempt; None when there is none."
+    def pause(self, attempts: Sequence[Attempt], free: bool = False) -> float | None:
+        "Seconds until the next attempt; None when there is none. `free`: the last one cost nothing."
         last = attempts[-1]
-        again = last.state == "unpaid" or (last.state == "perhaps paid" and self.retry_lost)
+        again = free or last.state == "unpaid" or (last.state == "perhaps paid" and self.retry_lost)
         if not again or len(attempts) >= self.max_attempts or (last.retry_after or 0.0) > self.max_wait_s:
             return None
         grown = max(self.backoff_s * 2 ** min(len(attempts) - 1, 30), last.retry_after or 0.0)
@@ -109,15 +109,34 @@ def _read_key(variable: str | None) -> str:
     return os.environ.get(variable, "").strip() if variable else ""
 
 
-class _Bearer(httpx.Auth):
+class _KeyHeader(httpx.Auth):
     "Puts the key into the header at the last moment; holds the name of its variable only."
 
-    def __init__(self, variable: str) -> None:
-        self.variable = variable
+    def __init__(self, variable: str, header: str, before: str) -> None:
+        self.variable, self.header, self.before = variable, header, before
 
     def auth_flow(self, request: httpx.Request) -> Iterator[httpx.Request]:
-        request.headers["Authorization"] = f"Bearer {_read_key(self.variable)}"
+        request.headers[self.header] = f"{self.before}{_read_key(self.variable)}"
         yield request
+
+
+@dataclass(frozen=True)
+class Manners:
+    """What an endpoint wants beside the body, and what it promises not to charge.
+
+    `key_header`: name of the header with the key, and what goes before the key. `gateway_is_free`: 408, 502
+    and 504 cost nothing. `is_free`: whether a 200 with this JSON cost nothing; then it is asked again.
+    """
+
+    key_header: tuple[str, str] = ("Authorization", "Bearer ")
+    headers: tuple[tuple[str, str], ...] = ()
+    gateway_is_free: bool = False
+    is_free: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def was_free(self, attempt: Attempt) -> bool:
+        "Whether the endpoint promises that this answer, an error in a 200, cost nothing."
+        told = attempt.payload if self.is_free and 200 <= attempt.status < 300 else None
+        return told is not None and self.is_free is not None and self.is_free(told)
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c020-242b4e
 class Places:
@@ -126,12 +145,11 @@ class Places:
     def __init__(
         self,
         count: int,
-        key_variable: str | None,
+        auth: _KeyHeader | None,
         trust_env: bool,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
-        self.count, self.trust_env, self.transport = count, trust_env, transport
-        self.auth = _Bearer(key_variable) if key_variable else None
+        self.count, self.auth, self.trust_env, self.transport = count, auth, trust_env, transport
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of_this_loop(self) -> asyncio.LifoQueue[httpx.AsyncClient | None]:
@@ -162,8 +180,8 @@ class _Post:
 
     url: httpx.URL
     limits: Limits
-    auth: _Bearer | None
-    errors_are_free: bool
+    auth: _KeyHeader | None
+    manners: Manners
 
     async def send(self, client: httpx.AsyncClient, content: bytes) -> Attempt:
         "What came of it. No exception leaves this: those of httpx carry the request, and so the key."
@@ -171,7 +189,7 @@ class _Post:
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 await self._answer(client, content, facts, body)
-            if facts["status"] in _GATEWAY and not self.errors_are_free:
+            if facts["status"] in _GATEWAY and not self.manners.gateway_is_free:
                 facts["trouble"] = "lost"
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError):
             facts["trouble"] = "unreachable"
@@ -185,7 +203,7 @@ class _Post:
     async def _answer(
         self, client: httpx.AsyncClient, content: bytes, facts: dict[str, Any], body: bytearray
     ) -> None:
-        asked = _request(self.url, content, self.limits.timeout_s)
+        asked = _request(self.url, content, self.limits.timeout_s, dict(self.manners.headers))
         response = await client.send(asked, stream=True, auth=self.auth)
         async with aclosing(response):
             headers = {name: response.headers[name] for name in _KEPT if name in response.headers}
@@ -198,17 +216,17 @@ class _Post:
                     return
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c023-fedac3
-def _request(url: httpx.URL, content: bytes, timeout_s: float) -> httpx.Request:
+def _request(url: httpx.URL, content: bytes, timeout_s: float, more: Mapping[str, str]) -> httpx.Request:
     """The POST.
 
     Its time to connect is less than the deadline, so that the deadline never hides what is not there.
     """
-    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **more}
     timeout = {"connect": min(10.0, timeout_s / 3), "read": None, "write": None, "pool": None}
     return httpx.Request("POST", url, content=content, headers=headers, extensions={"timeout": timeout})
 
 
-def _without_key(body: bytes, auth: _Bearer | None) -> bytes:
+def _without_key(body: bytes, auth: _KeyHeader | None) -> bytes:
     """The body with the key taken out.
 
     A word such as EMPTY, which some servers take for a key, is no secret and stays.
@@ -217,7 +235,7 @@ def _without_key(body: bytes, auth: _Bearer | None) -> bytes:
     return body.replace(key.encode(), b"[key]") if len(key) >= 16 else body
 
 
-def _without_keys(headers: Mapping[str, str], auth: _Bearer | None) -> dict[str, str]:
+def _without_keys(headers: Mapping[str, str], auth: _KeyHeader | None) -> dict[str, str]:
     return {name: _without_key(v.encode(), auth).decode() for name, v in headers.items()}
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c024-9151c5
@@ -248,17 +266,17 @@ class Pace:
 class Endpoint:
     """One address: places, pace, deadline, and further attempts where nothing was paid.
 
-    `key_variable`: environment variable with the key. `trust_env`: whether proxy settings of the environment
-    count. `errors_are_free`: the endpoint promises that 408, 502 and 504 cost nothing.
+    `key_variable`: environment variable with the key. `trust_env`: whether the environment's proxies count.
     """
 
     def __init__(
         self, url: str, limits: Limits, key_variable: str | None = None, *, trust_env: bool = True,
-        errors_are_free: bool = False, transport: httpx.AsyncBaseTransport | None = None,
+        manners: Manners | None = None, transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.limits, self._pace = limits, Pace(limits)
-        self._places = Places(limits.concurrency, key_variable, trust_env, transport)
-        self._post = _Post(httpx.URL(url), limits, self._places.auth, errors_are_free)
+        self.limits, self.manners, self._pace = limits, manners or Manners(), Pace(limits)
+        auth = _KeyHeader(key_variable, *self.manners.key_header) if key_variable else None
+        self._places = Places(limits.concurrency, auth, trust_env, transport)
+        self._post = _Post(httpx.URL(url), limits, auth, self.manners)
 
     async def send(self, content: bytes, keep: Keep | None = None) -> list[Attempt]:
         "Ask until something final comes; what each attempt brought, handed to `keep` before it is read."
@@ -267,7 +285,7 @@ class Endpoint:
             attempts.append(await self._turn(content))
             if keep is not None and (attempts[-1].status or attempts[-1].body):
                 await keep(attempts[-1])
-            if (pause := self.limits.pause(attempts)) is None:
+            if (pause := self.limits.pause(attempts, self.manners.was_free(attempts[-1]))) is None:
                 return attempts
             await asyncio.sleep(pause)
 

@@ -216,7 +216,7 @@ class Planner:
         plan = Plan(state, sorted((a for a in asked if isinstance(a, Ask)), key=lambda ask: ask.worst_usd))
         plan.refused = [miss for miss in asked if not isinstance(miss, Ask)]
         for ask in plan.asks:
-            reply = self.ledger.known(ask.request.key)
+            reply = self.ledger.find(ask.request)
             reply = reply and read_anew(ask.teacher, ask.request, reply, self.ledger)
             if reply is not None and not (reply.outcome == "skipped" and _once_more(reply, self.ask_again)):
                 plan.replies[ask.teacher.name] = reply

@@ -105,6 +105,7 @@ class _Books(_Open):
         self.attempts: Counter[str] = Counter()
         self.spent = self.reserved = 0
         self.rates: dict[str, tuple[int, int, int]] = {}
+        self.asked: dict[str | None, set[str]] = {}  # question: its keys that tell an endpoint
 
     def apply(self, record: Mapping[str, Any]) -> None:
         "Raises ValueError for a record of unknown kind, or one that closes a request which is not open."
@@ -114,6 +115,7 @@ class _Books(_Open):
             self.open[request.key, request.attempt] = request
             self.attempts[request.key] = max(request.attempt, self.attempts[request.key])
             self.reserved += _pico(request.reserved_usd, "a reservation")
+            self.asked.setdefault(record.get("question"), set()).add(request.key)
         elif record["kind"] == "received":
             self.came(record)
         elif record["kind"] in ("reply", "release", "settle"):
@@ -130,8 +132,7 @@ class _Books(_Open):
             self.spent += _pico(record["usd"], "a bill") if record["kind"] == "settle" else 0
             return
         self.replies[request.key] = reply
-        paid = held if reply.cost_usd is None else _pico(reply.cost_usd, "a bill")
-        self.spent += paid
+        self.spent += (paid := held if reply.cost_usd is None else _pico(reply.cost_usd, "a bill"))
         if reply.outcome == "ok" and reply.cost_usd is not None and held:
             old = self.rates.get(request.teacher, (0, 0, 0))
             self.rates[request.teacher] = (old[0] + paid, old[1] + held, old[2] + 1)
@@ -159,6 +160,12 @@ def _load(books: _Books, lines: list[bytes], path: Path) -> None:
             raise ValueError(f"{path}:{number} is damaged ({error}); {remedy}") from error
 
 
+def _facts(request: TeacherRequest, state_id: str) -> dict[str, str]:
+    "What a request's line says of it; without an endpoint the question is the key."
+    told = {"teacher": request.teacher, "model": request.model, "state_id": state_id}
+    return told | ({"question": request.question} if request.endpoint else {})
+
+
 def _check_room(file: _File | None) -> None:
     if file is not None and file.is_full:
         told = "the disk is full; what was in flight is written, and nothing more is asked"
@@ -174,12 +181,11 @@ class _Desk:
         self._closing: set[tuple[str, int]] = set()
 
     def open(self, request: TeacherRequest, reserved_usd: float, state_id: str) -> Future:
-        key = request.key
+        key, facts = request.key, _facts(request, state_id)
         _pico(reserved_usd, "a reservation")
         _check_room(self.writer.file)
         with self.lock:
             self.books.attempts[key] += 1
-            facts = {"teacher": request.teacher, "model": request.model, "state_id": state_id}
             record = {"kind": "request", "key": key, "attempt": self.books.attempts[key], **facts}
             return self._put(record | {"reserved_usd": float(reserved_usd), "at": round(time.time(), 3)})
 
@@ -206,23 +212,41 @@ class _Desk:
         for record, _, future in batch:
             future.set_exception(error) if error else future.set_result(record["attempt"])
 
-# %% ../../nbs/replay/10_ledger.ipynb #c024-fa50cd
-class Recording:
-    "What the lines of a ledger say: replies, open requests, amounts in USD."
+# %% ../../nbs/replay/10_ledger.ipynb #c024-answers
+class _Answers:
+    "What the lines of a ledger answer to a question."
 
     path: Path | None
     offline: bool
+    _books: _Books
 
     def known(self, key: str) -> TeacherReply | None:
         "The last reply to a request of this key (`TeacherRequest.key`), or None."
         return self._books.replies.get(key)
 
+    def find(self, request: TeacherRequest) -> TeacherReply | None:
+        """The last reply to this request, or None.
+
+        One that is filed without an endpoint counts too, while no other endpoint was asked the same here.
+        """
+        reply = self.known(request.key)
+        if reply is None and request.endpoint and (old := self.known(request.question)) is not None:
+            others = self._books.asked.get(request.question, set()) - {request.key}
+            return None if others else replace(old, key=request.key)
+        return reply
+
     def recorded(self, request: TeacherRequest, state_id: str) -> TeacherReply | None:
         "The last reply to this request, or None. Raises NotRecorded for none in an offline ledger."
-        reply = self.known(request.key)
+        reply = self.find(request)
         if reply is None and self.offline:
             raise _not_recorded(self.path, request, state_id)
         return reply
+
+# %% ../../nbs/replay/10_ledger.ipynb #c024-fa50cd
+class Recording(_Answers):
+    "What the lines of a ledger say: replies, open requests, amounts in USD."
+
+    _desk: _Desk
 
     @property
     def open_requests(self) -> tuple[OpenRequest, ...]:

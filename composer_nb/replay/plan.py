@@ -14,8 +14,10 @@ from typing import Any
 
 import yaml
 
+from ..redaction.personal import KINDS as PERSONAL
 from .asking import read_anew
 from .consensus import Consensus, consensus
+from .dialects import DIALECTS
 from .http_teacher import HTTPTeacher
 from .ledger import Ledger
 from .local_teacher import LocalTeacher
@@ -52,6 +54,7 @@ class ReplayPlan:
     unlike: bool = False
     student: str = ""
     allow_same_vendor: bool = False
+    personal: bool | tuple[str, ...] = True
 
 
 _KINDS = {"ceiling_usd": (int, float), "threshold": int, "min_margin": int, "prices": str, "student": str}
@@ -85,7 +88,8 @@ def read_plan(path: str | os.PathLike) -> ReplayPlan:
     places = {n: path.parent / Path(said.get(n, known[n].default)).expanduser() for n in named}
     if len({place.resolve() for place in (path, *places.values())}) < 1 + len(named):
         raise ValueError(f"{path}: states, ledger, pairs and this file are four files: give them four names")
-    return ReplayPlan(**said | places | {"teachers": tuple(said["teachers"])} | _price_file(path, said))
+    lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+    return ReplayPlan(**said | places | lists | _price_file(path, said))
 
 # %% ../../nbs/replay/50_plan.ipynb #planx008
 def _check(path: Path, name: str, value: Any) -> None:
@@ -93,6 +97,11 @@ def _check(path: Path, name: str, value: Any) -> None:
     if name == "teachers":
         if not (isinstance(value, list) and value and all(isinstance(one, dict) for one in value)):
             raise ValueError(f"{path}: teachers is a list, each with model: or local:, not {value!r}")
+    elif name == "personal":
+        known = ", ".join(PERSONAL)
+        listed = isinstance(value, list) and set(map(str, value)) <= set(PERSONAL)
+        if not (listed or isinstance(value, bool)):
+            raise ValueError(f"{path}: personal is true, false or a list out of {known}, not {value!r}")
     elif not isinstance(value, _KINDS[name]) or (isinstance(value, bool) and _KINDS[name] is not bool):
         kind = _KINDS[name].__name__ if isinstance(_KINDS[name], type) else "number"
         raise ValueError(f"{path}: {name} is {value!r}, not a {kind}")
@@ -103,8 +112,12 @@ def _price_file(path: Path, said: Mapping[str, Any]) -> dict[str, str]:
     return {"prices": named if named in ("", "genai") else str(path.parent / named)}
 
 # %% ../../nbs/replay/50_plan.ipynb #planx011
-def _prices(plan: ReplayPlan) -> Prices:
-    return Prices.from_genai() if plan.prices == "genai" else Prices.load(plan.prices or None)
+def _prices(plan: ReplayPlan, told: Mapping[str, Any]) -> Prices:
+    "The price list for a teacher: with genai that of the vendor whose dialect it speaks."
+    if plan.prices != "genai":
+        return Prices.load(plan.prices or None)
+    spoken = DIALECTS.get(told.get("dialect", ""))
+    return Prices.from_genai((spoken and spoken.prices) or "openrouter")
 
 
 def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
@@ -112,17 +125,18 @@ def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
 
     Raises ValueError that says which teacher and why.
     """
-    found, prices = [], _prices(plan)
+    found = []
     for number, told in enumerate(plan.teachers, 1):
         try:
             _check_teacher(told)
-            found.append(_local(dict(told), weights) if "local" in told else _remote(dict(told), prices))
+            local = "local" in told
+            found.append(_local(dict(told), weights) if local else _remote(dict(told), _prices(plan, told)))
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"teacher {number}: {error}") from error
     return found
 
 # %% ../../nbs/replay/50_plan.ipynb #planx012
-_TEXTS = ("model", "local", "name", "base_url", "api_key_env")
+_TEXTS = ("model", "local", "name", "base_url", "api_key_env", "dialect")
 _COUNTS = ("max_tokens", "concurrency", "batch_size")
 _NUMBERS = (*_COUNTS, "temperature", "seed")
 
@@ -195,7 +209,7 @@ def recorded(
         for state in sent:
             if not allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
                 continue
-            reply = ledger.known((request := teacher.request(state)).key)
+            reply = ledger.find(request := teacher.request(state))
             reply = reply and read_anew(teacher, request, reply, ledger)
             replies[state.state_id][teacher.name] = reply
             row["questions"] += 1

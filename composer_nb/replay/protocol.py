@@ -39,9 +39,15 @@ class TeacherRequest:
     @cached_property
     def key(self) -> str:
         "SHA-256 (hex) of the canonical JSON of all fields: equal questions have equal keys, in any session."
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        fields = fields if self.endpoint else {k: v for k, v in fields.items() if k != "endpoint"}
-        return hashlib.sha256(_canonical(fields)).hexdigest()
+        return self._hash(*self.__dataclass_fields__) if self.endpoint else self.question
+
+    @cached_property
+    def question(self) -> str:
+        "The key without the endpoint: what ledgers were filed under before keys told it."
+        return self._hash(*(name for name in self.__dataclass_fields__ if name != "endpoint"))
+
+    def _hash(self, *names: str) -> str:
+        return hashlib.sha256(_canonical({name: getattr(self, name) for name in names})).hexdigest()
 
 
 def _canonical(value: Any) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 
 # %% auto #0
-__all__ = ['Attempt', 'attempt_record', 'record_attempt', 'json_object']
+__all__ = ['Attempt', 'attempt_record', 'record_attempt', 'error_object', 'json_object']
 
 # %% ../../nbs/replay/02_received.ipynb #rcv006
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class Attempt:
     @property
     def error(self) -> Mapping[str, Any]:
         "The error object of the body, however the endpoint spells it; empty when there is none."
-        error = (self.payload or {}).get("error")
-        return error if isinstance(error, Mapping) else {"message": error} if isinstance(error, str) else {}
+        return error_object(self.payload or {})
 
 # %% ../../nbs/replay/02_received.ipynb #rcv008
 def attempt_record(attempt: Attempt) -> dict[str, Any]:
@@ -75,6 +74,12 @@ def record_attempt(record: Mapping[str, Any]) -> Attempt:
     return Attempt(body=body, **facts)
 
 # %% ../../nbs/replay/02_received.ipynb #rcv011
+def error_object(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    "The error that a JSON object tells, as an object; empty when there is none."
+    error = payload.get("error")
+    return error if isinstance(error, Mapping) else {"message": error} if isinstance(error, str) else {}
+
+
 def json_object(body: bytes) -> dict[str, Any] | None:
     "The JSON object that a body holds or, as a stream of events, adds up to; None for anything else."
     is_stream = body.lstrip()[:5] in (b"data:", b"event") or body.lstrip()[:1] == b":"

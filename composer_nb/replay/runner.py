@@ -279,6 +279,7 @@ class ReplayOptions:
     per teacher, by default its own `concurrency` or `batch_size`, else 8. `check` is called on a state before
     anything else and raises to refuse it; "clean" refuses a state that redaction would change, but only where
     it would leave this machine (a teacher whose `is_local` is False); None sends states as they are.
+    `personal`: what "clean" takes for personal data, as `Redactor(personal=…)` does.
     `ask_again`: reasons of skipped replies, such as "timeout", that are asked (and may be paid) once more;
     what an endpoint refused at no cost (`http_429` and the like) always is. `grace_s`: seconds that calls in
     flight get when a replay ends early.
@@ -289,6 +290,7 @@ class ReplayOptions:
     allow_same_vendor: bool = False
     concurrency: int | None = None
     check: Check | Literal["clean"] = "clean"
+    personal: bool | Collection[str] = True
     ask_again: Collection[str] = ()
     progress: bool = True
     grace_s: float = 30.0
@@ -296,6 +298,8 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}; it must be at least 1")
+        if self.personal is not True and self.check != "clean":
+            raise ValueError('personal belongs to check="clean": leave one of the two out')
 
 # %% ../../nbs/replay/23_runner.ipynb #c016-f06fa0
 async def replay_trace(
@@ -323,7 +327,7 @@ async def replay_trace(
         account = _Account(teachers, out, bar)
         again = set(options.ask_again)
         planner = Planner(teachers, book, options.allow_same_vendor, again, out.contexts)
-        check = _clean_check(teachers) if options.check == "clean" else options.check
+        check = _clean_check(teachers, options.personal) if options.check == "clean" else options.check
         if options.dry_run:
             return _estimate(planner, account, states, check, budget, options.progress)
         caller = _Caller(teachers, book, _Admission(budget, out), options.concurrency)
@@ -348,15 +352,19 @@ def _check_names(teachers: Sequence[Teacher]) -> None:
         raise ValueError(f"teachers need names of their own: {', '.join(repeated)} came more than once")
 
 # %% ../../nbs/replay/23_runner.ipynb #c018-aae926
-def _clean_check(teachers: Sequence[Teacher]) -> Callable[[TraceState], None] | None:
+def _clean_check(
+    teachers: Sequence[Teacher], personal: bool | Collection[str] = True
+) -> Callable[[TraceState], None] | None:
     "Refuses states that hold what redaction would replace; None when every teacher is on this machine."
     if all(getattr(teacher, "is_local", True) for teacher in teachers):
         return None
-    from composer_nb.redaction import NotCleanError, assert_clean
+    from composer_nb.redaction import NotCleanError, Redactor, assert_clean
+
+    redactor = Redactor(personal=personal)
 
     def clean(state: TraceState) -> None:
         try:
-            assert_clean([state])
+            assert_clean([state], redactor=redactor)
         except NotCleanError as error:
             raise ValueError(
                 f"state {state.state_id!r} would leave this machine with what redaction replaces ({error}); "

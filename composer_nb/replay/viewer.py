@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
 
 from ..files import replacing
 from ..hints import NOT_MISTAKES, ErrorSite, error_sites, template_hint, tool_schemas
-from ..redaction import NotCleanError, assert_clean
+from ..redaction import NotCleanError, Redactor, assert_clean
 from .actions import speller
 from .consensus import Consensus
 from .ledger import Ledger
@@ -350,14 +350,14 @@ def _shown_states(
             yield None
             continue
         if not unredacted:
-            _check(state)
+            _check(state, plan.personal)
         found = recorded([state], teachers, ledger, plan.allow_same_vendor)
         yield ShownState(number, state, found, consensus_of(plan, state, found), plan)
 
 
-def _check(state: TraceState) -> None:
+def _check(state: TraceState, personal: bool | Collection[str]) -> None:
     try:
-        assert_clean(state)
+        assert_clean(state, redactor=Redactor(personal=personal))
     except NotCleanError as error:
         raise ValueError(
             f"state {state.state_id!r} would be shown with what redaction replaces ({error}); "
