@@ -71,8 +71,9 @@ ENVIRONMENTS = {
 # %% ../../nbs/frameworks/50_environments.ipynb #ev000009
 def _install(environment: Environment, folder: Path) -> None:
     "Raises EnvironmentMissing with pip's last words."
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile"]
-    command = [*pip, "--no-deps", "--retries", "1", "--target", str(folder), "-r", str(environment.pins)]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-color"]
+    once = ["--no-compile", "--no-deps", "--retries", "1", "--target", str(folder)]
+    command = [*pip, *once, "-r", str(environment.pins)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return

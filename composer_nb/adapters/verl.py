@@ -97,14 +97,14 @@ def row_fields(batch: ComposerBatch, row: int, config: LossConfig) -> dict[str, 
     ids = torch.cat([part[0] for part in parts.values()])
     segment = torch.cat([torch.full_like(part[0], number) for number, part in parts.items()])
     scored = torch.cat([part[1] for part in parts.values()])
-    positions = torch.cat([torch.arange(len(part[0])) for part in parts.values()])
+    positions = torch.cat([torch.arange(len(part[0]), device=ids.device) for part in parts.values()])
     fields = {
         "input_ids": ids, "position_ids": positions, "loss_mask": (scored & (segment == 0)).long(),
-        "segment": segment, "scored": scored.long(), "twin": _twins(batch, row, parts, len(ids)),
+        "segment": segment, "scored": scored.long(), "twin": _twins(batch, row, parts, ids),
     }  # fmt: skip
     for theirs, ours in OURS.items():
         if ours in batch:
-            values = torch.zeros(len(ids), dtype=batch[ours].dtype)
+            values = torch.zeros_like(ids, dtype=batch[ours].dtype)
             if 0 in parts:
                 own = batch[ours][row]
                 values[: len(parts[0][0])] = own[parts[0][2]] if own.ndim else own
@@ -112,9 +112,9 @@ def row_fields(batch: ComposerBatch, row: int, config: LossConfig) -> dict[str, 
     return fields
 
 
-def _twins(batch: ComposerBatch, row: int, parts: Mapping[int, Any], length: int) -> Int[Tensor, " T"]:
+def _twins(batch: ComposerBatch, row: int, parts: Mapping[int, Any], ids: Tensor) -> Int[Tensor, " T"]:
     "For each compared token the place of its twin in the row, 0 for the others."
-    twins = torch.zeros(length, dtype=torch.long)
+    twins = torch.zeros_like(ids)
     if 1 not in parts:
         return twins
     compared = batch["sdpo_loss_mask"][row].bool()
@@ -136,7 +136,7 @@ def counts_of(batch: ComposerBatch, config: LossConfig) -> dict[str, int]:
     pairs = len(batch["dpo_chosen_input_ids"]) if has_pairs(batch, config) else 0
     return {"policy": kind, "sdpo": distillation_count(rows, config), "replay": pairs, "tokens": tokens}
 
-
+# %% ../../nbs/frameworks/52_verl.ipynb #vl00011b
 def step_fields(batch: ComposerBatch, config: LossConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors (jagged, one row per rollout or pair) and settings of a batch for one optimizer step.
 

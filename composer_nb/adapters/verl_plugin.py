@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,15 +83,14 @@ def start_gloo() -> None:
 # %% ../../nbs/frameworks/51_verl_plugin.ipynb #vp000011
 def trl_has_value_heads() -> bool:
     "Whether verl's import of TRL's class would work."
-    if importlib.util.find_spec("trl") is None:
+    found = importlib.util.find_spec("trl")
+    if found is None:
         return False
+    if (Path(found.submodule_search_locations[0]) / "experimental" / "ppo").is_dir():
+        return True
     import trl
 
-    try:
-        there = importlib.util.find_spec("trl.experimental.ppo") is not None
-    except ModuleNotFoundError:
-        there = False
-    return there or hasattr(trl, "AutoModelForCausalLMWithValueHead")
+    return hasattr(trl, "AutoModelForCausalLMWithValueHead")
 
 
 def forget_trl() -> None:

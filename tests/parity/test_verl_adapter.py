@@ -30,9 +30,9 @@ LOSS, GRADIENT = 1e-6, 1e-5  # relative, in fp32
 WORKER = ("-W", "ignore", "-m", "composer_nb.drills.verl_worker")
 TORCHRUN = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *WORKER[2:])
 CASES: dict[str, dict[str, object]] = {
-    "all": {"policy_kind": "dapo", "epsilon_high": 0.28, "alpha_sdpo": 20.0, "beta_replay": 0.3, "kl_coef": 0.1, "kl_estimator": "k3"},
+    "all": {"policy_kind": "dapo", "epsilon_high": 0.28, "alpha_sdpo": 0.5, "beta_replay": 0.3, "kl_coef": 0.1, "kl_estimator": "k3"},
     "sequences": {
-        "policy_kind": "grpo", "alpha_sdpo": 20.0, "sdpo_jsd_beta": 1.0, "sdpo_top_k": 20, "sdpo_is_cap": 2.0,
+        "policy_kind": "grpo", "alpha_sdpo": 0.7, "sdpo_jsd_beta": 1.0, "sdpo_top_k": 20, "sdpo_is_cap": 2.0,
         "sdpo_reduction": "seq-mean-token-mean", "beta_replay": 0.5, "dpo_variant": "simpo",
     },
     "off": {"policy_kind": "grpo"},
@@ -87,7 +87,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     model = tiny.model()
     with torch.no_grad():
         for weight in model.parameters():  # else a random model says the same with a hint as without
-            weight.mul_(8.0 if weight.ndim > 1 else 1.0)
+            weight.mul_(32.0 if weight.ndim > 1 else 1.0)
     model.save_pretrained(place / "model")
     batch = rollouts(model, tokenizer)
     save_file({name: value.contiguous() for name, value in batch.items()}, place / "batch.safetensors")
