@@ -104,7 +104,7 @@ def train(
         "\n".join([f"{name}: {value:.3f}" for name, value in scored.items()] + [f"model: {args.output_dir}"])
     )
 
-
+# %% ../nbs/launching/90_cli.ipynb #evalcl02
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="local folder, bundled name or hub id")],

@@ -84,10 +84,12 @@ def _parts(batch: ComposerBatch, row: int, config: LossConfig) -> dict[int, tupl
 
 
 def has_hints(batch: ComposerBatch, config: LossConfig) -> bool:
+    "Whether channel 2 is lit: a weight above 0, and rows that a hinted teacher reads."
     return config.alpha_sdpo > 0 and "ctx_teacher_input_ids" in batch
 
 
 def has_pairs(batch: ComposerBatch, config: LossConfig) -> bool:
+    "Whether channel 3 is lit: a weight above 0, and pairs."
     return config.beta_replay > 0 and "dpo_chosen_input_ids" in batch
 
 # %% ../../nbs/frameworks/52_verl.ipynb #vl000009

@@ -28,7 +28,7 @@ from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
 __all__ = ['refuse_hint_settings', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
-           'FeedbackTrainer', 'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward',
+           'FeedbackTrainer', 'placer_of', 'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward',
            'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
@@ -160,13 +160,15 @@ class FeedbackTrainer(TurnCreditTrainer):
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     def _placer(self) -> Placer:
-        template = {
-            "chat_template": self.chat_template,
-            "tools": self.tools or None,
-            **self.chat_template_kwargs,
-        }
-        longest = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
-        return Placer(self._text_tokenizer(), self.args.placement, template, longest)
+        return placer_of(self)
+
+# %% ../../nbs/training/39_hinting.ipynb #placerof1
+def placer_of(trainer: FeedbackTrainer) -> Placer:
+    "What puts hints into prompts: the template, the tools and the longest context of this trainer."
+    options = {"chat_template": trainer.chat_template, "tools": trainer.tools or None}
+    longest = getattr(causal_lm(trainer.model).config.get_text_config(), "max_position_embeddings", None)
+    template = {**options, **trainer.chat_template_kwargs}
+    return Placer(trainer._text_tokenizer(), trainer.args.placement, template, longest)
 
 # %% ../../nbs/training/39_hinting.ipynb #hn0000m1
 def mask_lost(tool_mask: list[list[int]] | None, environments: Sequence[Any] | None) -> str:

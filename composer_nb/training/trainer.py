@@ -27,6 +27,13 @@ from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
 from ..traces.pair import DPOPair
+
+# %% auto #0
+__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup',
+           'teacher_of', 'pairs_of', 'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer',
+           'ResumableTrainer', 'channels_of', 'ComposerReplicationTrainer']
+
+# %% ../../nbs/training/40_trainer.ipynb #75cb45f7
 from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
 from .config import ComposerConfig, adopt
 from .feedback import FeedbackFunc, joined
@@ -45,11 +52,6 @@ from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
 from .turn_credit import refuse_silent_turns
 from .verified import VERIFIED_FIELDS
-
-# %% auto #0
-__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup',
-           'teacher_of', 'pairs_of', 'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer',
-           'ResumableTrainer', 'channels_of', 'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
