@@ -48,6 +48,7 @@ EXTRAS = {
     "uvicorn": "drills",
     f"{PACKAGE}.models": "smollm2",  # the bundled model is read with gguf, which transformers imports
     f"{PACKAGE}.diloco": "diloco",  # s3:// is opened with s3fs, which fsspec imports
+    f"{PACKAGE}.adapters.environments": "drills",  # an environment of verl reads fastapi and uvicorn from ours
 }
 # What a page starts as a process of its own, by a word of its cells, and the extra that has it.
 COMMANDS = {'"serve",': "drills"}  # `transformers serve`
