@@ -130,13 +130,13 @@ def test_after_the_start_calls_are_sampled_and_a_step_is_trained_on_them(tmp_pat
     model = small()
     (before,) = watched(trainer := through_environments(tmp_path / "a", model, max_completion_length=16))
     assert trainer.state.log_history[0]["tools/call_frequency"] == 0 and before["tool_mask"].all()
-    losses = supervised_start(model, TOKENIZER, ONE, 80, size=1, learning_rate=1e-2, rows=tool_call_rows(USED, **TEMPLATE), progress=False)
+    losses = supervised_start(model, TOKENIZER, ONE, 110, size=1, learning_rate=1e-2, rows=tool_call_rows(USED, **TEMPLATE), progress=False)
     assert losses[-1] < 0.2 < losses[0]
-    trainer = through_environments(tmp_path / "b", model, temperature=1.2, learning_rate=1e-3)
+    trainer = through_environments(tmp_path / "b", model, learning_rate=1e-3, per_device_train_batch_size=8, num_generations=8)
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     (batch,) = watched(trainer)
     seen, turns = trainer.state.log_history[0], [world._episode.turns for world in trainer.environments]
-    assert seen["tools/call_frequency"] >= 1 and sum(map(len, turns)) >= 4
+    assert seen["tools/call_frequency"] > 0.25 and sum(map(len, turns)) >= 2
     assert any(turn.right for played in turns for turn in played)
     assert [world.get_reward() for world in trainer.environments] == trainer._earned.tolist()
     told = batch["completion_ids"][(batch["completion_mask"] * (1 - batch["tool_mask"])).bool()]
@@ -147,16 +147,16 @@ def test_after_the_start_calls_are_sampled_and_a_step_is_trained_on_them(tmp_pat
 
 def test_after_a_start_json_calls_are_sampled_through_the_rollout_function(tmp_path):
     family, model = OneTask(FAMILY.family, USED), small()
-    supervised_start(model, TOKENIZER, family, 80, size=1, learning_rate=1e-2, progress=False)
+    supervised_start(model, TOKENIZER, family, 250, size=1, learning_rate=5e-3, progress=False)
     rollouts = TurnRollouts(family, TASKS[:1], lambda turn: family.hints(turn)["error"], where="each")
     trainer = ComposerReplicationTrainer(
-        model, rollouts.reward, settings(tmp_path, max_completion_length=64, temperature=1.2), prompts_of(family, TASKS[:1]),
+        model, rollouts.reward, settings(tmp_path, max_completion_length=64, per_device_train_batch_size=8, num_generations=8), prompts_of(family, TASKS[:1]),
         processing_class=TOKENIZER, rollout_func=rollouts, feedback_func=rollouts.feedback,
     )  # fmt: skip
     (batch,) = watched(trainer)
     rows = [one["trajectory"] for one in trainer._rewarded[0]]
     calls = [turn.call for row in rows for turn in row.outcome.turns if turn.call]
-    assert len(calls) >= 4 and {call.name for call in calls} <= {*tools()}
+    assert len(calls) >= 2 and {call.name for call in calls} <= {*tools()}
     assert any(turn.right for row in rows for turn in row.outcome.turns)
     scored = (batch["tool_mask"] * batch["completion_mask"]).sum(1)
     assert (scored > 0).all() and (scored < batch["completion_mask"].sum(1)).any()
