@@ -51,7 +51,7 @@ def on_source_read(app, docname: str, source: list[str]) -> None:
     add_api_link(app, notebook, module)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = draw("".join(cell["source"]))
+            cell["source"] = composer_runs.from_its_spike(docname, draw("".join(cell["source"])))
     composer_runs.add_spike_opening(app, docname, notebook)
     composer_runs.add_run_card(app, docname, notebook)
     source[0] = json.dumps(notebook)

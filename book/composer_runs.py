@@ -234,6 +234,16 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
     )
 
 
+RUN_PAGE = re.compile(r"spikes/[^/]+/runs/[^/]+/spike$")
+
+
+def from_its_spike(docname: str, markdown: str) -> str:
+    """A run's notebook is its spike's, two folders further down: links that lead out of the spike's folder do so
+    from there.
+    """
+    return re.sub(r"\]\((?=\.\./)", "](../../", markdown) if RUN_PAGE.match(docname) else markdown
+
+
 def add_spike_opening(app, docname: str, notebook: dict) -> None:
     """On a spike's own page (never executed in place): what its runs say, right below the question.
 

@@ -25,7 +25,7 @@ from composer_api import read_package
 from composer_evidence import chapter_row, house_table, look_up
 from composer_explorer import split_series
 from composer_notebooks import add_alt_texts, dollar_maths, prepare_notebook, split_directives
-from composer_runs import newest, runs_of
+from composer_runs import from_its_spike, newest, runs_of
 from sample_book import FIRST_RUN, METRICS, ROOT, RUN, SPIKE, write_runs, write_sample_book
 
 pytestmark = pytest.mark.browser
@@ -568,6 +568,13 @@ def test_the_newest_run_is_the_last_one_not_superseded(tmp_path):
     first.facts["supersedes"] = "spikes/x/runs/cold-cpu"
     last.facts["supersedes"] = None
     assert newest([first, last]) == first
+
+
+def test_links_of_a_run_lead_where_those_of_its_spike_do():
+    said = "[that](../003_a/spike.ipynb), [plan](plan.md), [web](https://example.org/../x)"
+    run = from_its_spike("spikes/003b_b/runs/cpu/spike", said)
+    assert run == said.replace("](../003_a", "](../../../003_a")
+    assert from_its_spike("spikes/003b_b/spike", said) == said == from_its_spike("nbs/data/01_files", said)
 
 
 @pytest.mark.parametrize(
