@@ -238,7 +238,7 @@ RUN_PAGE = re.compile(r"spikes/[^/]+/runs/[^/]+/spike$")
 
 
 def from_its_spike(docname: str, markdown: str) -> str:
-    """A run's notebook is its spike's, two folders further down: its links out of the spike's folder lead out of
+    """A run's notebook is its spike's, two folders further down: links out of the spike's folder lead out of
     the run's.
     """
     return re.sub(r"\]\((?=\.\./)", "](../../", markdown) if RUN_PAGE.match(docname) else markdown
