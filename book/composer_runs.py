@@ -234,9 +234,6 @@ def spike_opening(root: Path, spike: str, rule: str) -> str:
     )
 
 
-RUN_PAGE = re.compile(r"spikes/[^/]+/runs/[^/]+/spike$")
-
-
 def from_its_spike(docname: str, markdown: str) -> str:
     """A run's notebook is its spike's, two folders further down: links out of the spike's folder lead out of
     the run's.
