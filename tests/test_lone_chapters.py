@@ -361,7 +361,7 @@ def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> No
     luck.
     """
     core = {
-        "pyarrow",
+        "pyarrow", "verl",  # datasets brings the one, an environment of its own has the other
         "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm", "jaxtyping",
         "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml", "composer_nb",
         "IPython",  # every notebook has it

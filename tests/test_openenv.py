@@ -280,7 +280,10 @@ def test_what_is_served_by_name_is_the_family(name):
                         assert dict(family.hints(mine)) == remote.hints(its)
                     assert here.messages() == there.messages() and here.done == there.done
                     assert here.outcome().parts == there.outcome().parts
-                    assert there.outcome().solved == (said is answers)
+                    solved = there.outcome().solved
+                    assert solved == here.outcome().solved
+                    # the leaderboard's check lets some changed values of calls that only read pass
+                    assert solved if said is answers else not (solved and said[0] == CLAIMS[0])
         if "train" not in shelf.splits:
             with pytest.raises(ValueError, match=f"no tasks of '{name}' in train"):
                 remote.tasks("train", 1)
