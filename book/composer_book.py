@@ -15,6 +15,7 @@ import composer_curves
 import composer_drawings
 import composer_evidence
 import composer_explorer
+import composer_forest
 import composer_parts
 import composer_runs
 from composer_notebooks import add_alt_texts, dollar_maths, module_of, prepare_notebook
@@ -214,6 +215,7 @@ def setup(app) -> dict:
         composer_evidence,
         composer_runs,
         composer_curves,
+        composer_forest,
         composer_explorer,
         composer_parts,
         composer_drawings,

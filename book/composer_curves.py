@@ -9,6 +9,7 @@ from pathlib import Path
 
 from composer_runs import Run, runs_of
 from docutils import nodes
+from docutils.parsers.rst.directives import choice
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
@@ -33,15 +34,20 @@ class Arm:
         ]
 
 
-def arms_of(run: Run, key: str, labels: dict[str, str]) -> list[Arm]:
-    """The arms of a run of which `curve_<key>_<arm>_<seed>` is stored; they begin with `<key>_before`."""
+ACROSS = {"sampled": "sampled answers, second tries counted", "seconds": "seconds of training"}
+
+
+def arms_of(run: Run, key: str, labels: dict[str, str], over: str = "sampled") -> list[Arm]:
+    """The arms of a run of which `curve_<key>_<arm>_<seed>` is stored, over `curve_<over>_<arm>_<seed>`; they
+    begin with `<key>_before`.
+    """
     series, before = run.facts.get("series", {}), run.facts.get("figures", {}).get(f"{key}_before")
     found = []
     for arm, label in labels.items():
         lines = []
         for seed in run.facts.get("seeds", []):
             ys = series.get(f"curve_{key}_{arm}_{seed}")
-            xs = series.get(f"curve_sampled_{arm}_{seed}")
+            xs = series.get(f"curve_{over}_{arm}_{seed}")
             if xs and ys and len(xs) == len(ys):
                 lines.append([*([(0.0, before)] if before is not None else []), *zip(xs, ys)])
         found += [Arm(label, tuple(lines))] if lines else []
@@ -60,7 +66,7 @@ def path(line: Line, x, y) -> str:
     return "M" + " L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line)
 
 
-def curve_plot(arms: list[Arm], title: str, across: str = "sampled answers, second tries counted") -> str:
+def curve_plot(arms: list[Arm], title: str, across: str = ACROSS["sampled"]) -> str:
     """A thick line for each arm's mean over seeds, a thin one for each seed; ends are named in the legend."""
     far = max(a for arm in arms for line in arm.lines for a, _ in line)
     high = max([0.1, *(b for arm in arms for line in arm.lines for _, b in line)])
@@ -111,25 +117,29 @@ def curve_plot(arms: list[Arm], title: str, across: str = "sampled answers, seco
 
 
 class CurvePlot(SphinxDirective):
-    """```{curve-plot} 012_ladder/claim-suffix exact Title```: a line of the content is `arm: label`."""
+    """```{curve-plot} 012_ladder/claim-suffix exact Title```: a line of the content is `arm: label`; with
+    `:over: seconds` over seconds instead of sampled answers.
+    """
 
     required_arguments = 2
     optional_arguments = 1
     final_argument_whitespace = True
     has_content = True
+    option_spec = {"over": lambda word: choice(word, tuple(ACROSS))}
 
     def run(self):
         self.env.note_reread()
+        over = self.options.get("over", "sampled")
         (place, key), title = self.arguments[:2], " ".join(self.arguments[2:])
         spike, _, name = place.partition("/")
         labels = dict(re.split(r":\s*", line, maxsplit=1) for line in self.content if line.strip())
         run = next((run for run in runs_of(Path(self.env.srcdir), spike) if run.name == name), None)
-        arms = arms_of(run, key, labels) if run else []
+        arms = arms_of(run, key, labels, over) if run else []
         if not arms:
             known = "no such run" if run is None else f"no curves of {key} for {', '.join(labels)}"
             logger.warning("curve-plot %s: %s", place, known, location=self.get_location())
             return []
-        return [nodes.raw("", curve_plot(arms, title), format="html")]
+        return [nodes.raw("", curve_plot(arms, title, ACROSS[over]), format="html")]
 
 
 def setup(app) -> None:

@@ -235,6 +235,9 @@ def write_sample_book(root: Path) -> Path:
     (root / "book/which_channel.md").write_text(
         "# Which channel\n\nThe sample has no runs to decide by, and says so.\n"
     )
+    (root / "book/results.md").write_text(
+        "# Results\n\nThe sample has no comparisons to draw, and says so.\n"
+    )
     (root / "book/composer_map.md").write_text(
         "# Map\n\n> What was published, part by part.\n\nSee {chapter}`core`.\n"
     )
@@ -256,7 +259,7 @@ def write_sample_book(root: Path) -> Path:
         "format: jb-book\nroot: intro\nparts:\n"
         "  - caption: Kernels\n    chapters: [{file: book/parts/kernels}, {file: nbs/00_core}, "
         "{file: nbs/01_policy}]\n"
-        f"  - caption: Spikes\n    chapters:\n      - file: book/explorer\n      - file: "
+        f"  - caption: Spikes\n    chapters:\n      - file: book/results\n      - file: book/explorer\n      - file: "
         f"spikes/{SPIKE}/spike\n"
         f"        sections: [{{glob: spikes/{SPIKE}/runs/*/spike}}]\n"
         "  - caption: About\n    chapters: [{file: book/which_channel}, {file: book/status}, {file: book/claims}, "
