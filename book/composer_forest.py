@@ -15,7 +15,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 logger = logging.getLogger(__name__)
-WIDTH, LEFT, RIGHT, ROW, HEAD, BOTTOM = 560, 10, 10, 40, 30, 44
+WIDTH, LEFT, RIGHT, ROW, HEAD, BOTTOM = 400, 16, 16, 54, 30, 44
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def drawn(row: Difference, x: Callable[[float], float], y: int, home: str) -> st
     return (
         f'<a href="{home}{row.run.page}.html"><title>{where}</title>'
         f'<text x="{LEFT}" y="{y + 12}">{escape(row.label)}</text></a>'
-        f'<text class="right" x="{WIDTH - RIGHT}" y="{y + 12}">{row.says}</text>'
+        f'<text class="values" x="{LEFT}" y="{y + 27}">{row.says}</text>'
         f'<g class="{row.side}">'
-        f'<line x1="{x(least):.1f}" x2="{x(most):.1f}" y1="{y + 25}" y2="{y + 25}"/>'
-        f'<circle cx="{x(mean):.1f}" cy="{y + 25}" r="5"/></g>'
+        f'<line x1="{x(least):.1f}" x2="{x(most):.1f}" y1="{y + 39}" y2="{y + 39}"/>'
+        f'<circle cx="{x(mean):.1f}" cy="{y + 39}" r="5"/></g>'
     )
 
 
