@@ -19,12 +19,14 @@ from run_lone import Nest, Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = ("006",)  # spikes that another stage runs
+SLOWEST = ("008_diloco", "012_ladder", "011b_turn_training", "011_turn_local")  # begin first, in this order
 
 
 def spikes(root: Path) -> list[str]:
-    """Names of the spikes, the last first: its pages are the slowest."""
+    """Names of the spikes: those that take longest, then the last first."""
     found = [path.parent.name for path in root.glob("spikes/*/spike.ipynb")]
-    return sorted((name for name in found if not name.startswith(ELSEWHERE)), reverse=True)
+    rest = sorted((name for name in found if not name.startswith((*ELSEWHERE, *SLOWEST))), reverse=True)
+    return [name for name in SLOWEST if name in found] + rest
 
 
 def write_specification(folder: Path, command: Sequence[str]) -> None:

@@ -1,11 +1,15 @@
-"""What holds for every test: parity runs first, and a skipped parity test is a failed one."""
+"""What holds for every test: parity runs first, then the files that take longest; a skipped parity test is a
+failed one.
+"""
 
+import json
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-PARITY = Path(__file__).resolve().parent / "parity"
+TESTS = Path(__file__).resolve().parent
+PARITY = TESTS / "parity"
 
 
 def in_parity(path: Path) -> bool:
@@ -17,7 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not in_parity(item.path))
+    kept = TESTS / "seconds.json"  # of each file, written by scripts/run_tests.py --record
+    took = json.loads(kept.read_text()) if kept.exists() else {}
+    items.sort(key=lambda item: (not in_parity(item.path), -took.get(item.nodeid.split("::")[0], 0)))
 
 
 def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:

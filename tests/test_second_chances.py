@@ -1,9 +1,11 @@
 """What fails beside other work runs once more, alone: it is named, few may, and parity never does."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,12 +24,12 @@ def test_steady(): pass
 """
 
 
-def run(folder: Path, name: str, text: str) -> subprocess.CompletedProcess:
+def run(folder: Path, name: str, text: str, *more: str) -> subprocess.CompletedProcess:
     place = folder / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(text)
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    words = [sys.executable, ROOT / "scripts" / "run_tests.py", "-p", "no:randomly", "-n", "2", name]
+    words = [sys.executable, ROOT / "scripts" / "run_tests.py", "-p", "no:randomly", "-n", "2", name, *more]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     return subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True)
 
@@ -58,6 +60,30 @@ def test_more_failures_than_a_few_are_no_accident():
     few = [f"tests/test_it.py::test_{n}" for n in range(run_tests.SECOND_CHANCES)]
     assert run_tests.may_run_again(1, few) and not run_tests.may_run_again(1, [*few, "tests/test_it.py::test_more"])
     assert not run_tests.may_run_again(2, few), "interrupted"
+
+
+SLOW = "import time\ndef test_slow(): time.sleep(1.2)\ndef test_quick(): pass\n"
+
+
+def test_what_files_took_is_recorded(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_quick.py").write_text("def test_quick(): pass\n")
+    assert run(tmp_path, "tests/test_slow.py", SLOW, "tests/test_quick.py", "--record").returncode == 0
+    assert json.loads((tmp_path / "tests" / "seconds.json").read_text()) == {"tests/test_slow.py": 1}
+    before = (tmp_path / "tests" / "seconds.json").read_bytes()
+    assert run(tmp_path, "tests/test_slow.py", SLOW).returncode == 0
+    assert (tmp_path / "tests" / "seconds.json").read_bytes() == before, "only --record writes"
+
+
+def test_parity_then_the_longest_files_begin(request):
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    took = json.loads((ROOT / "tests" / "seconds.json").read_text())
+    assert all((ROOT / name).is_file() for name in took), "run: scripts/run_tests.py --record"
+    names = sorted([*took, "tests/test_new.py", "tests/parity/test_new.py"])
+    items = [SimpleNamespace(path=ROOT / name, name=name, nodeid=f"{name}::test") for name in names]
+    conftest.pytest_collection_modifyitems(items)
+    keys = [(item.name.startswith("tests/parity/"), took.get(item.name, 0)) for item in items]
+    assert keys == sorted(keys, reverse=True) and len(took) > 20
 
 
 def pages(*reasons: str) -> tuple[list[run_lone.Job], list[run_lone.Result]]:
