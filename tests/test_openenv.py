@@ -12,6 +12,8 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import httpx
@@ -19,6 +21,7 @@ import pytest
 import tiny
 import trl
 import uvicorn
+from openenv.cli.__main__ import app as openenv_command
 from openenv.core.env_server.types import Action
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -398,7 +401,9 @@ def trained(folder, dataset, rewards, steps, tokens, tokenizer=TOKENIZER, option
     args = ComposerConfig(str(folder), per_device_train_batch_size=4, num_generations=2, max_completion_length=tokens, max_steps=steps,
                           bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False,
                           alpha_sdpo=1.0, logging_steps=1, shuffle_dataset=False, **(options or {}))  # fmt: skip
-    trainer = ComposerReplicationTrainer(tiny.model(), rewards, args, dataset, processing_class=tokenizer, **doors)
+    trainer = ComposerReplicationTrainer(
+        tiny.model(), rewards, args, dataset, processing_class=tokenizer, **doors
+    )
     batches, generate = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
     return trainer, batches
@@ -406,7 +411,11 @@ def trained(folder, dataset, rewards, steps, tokens, tokenizer=TOKENIZER, option
 
 def killed_at(trainer, server, turn):
     "SIGKILL before the trainer samples turn number `turn`; a new server is up while the trainer goes on."
-    asked, sample, back = iter(range(100)), trainer._generate_single_turn, threading.Thread(target=server.start)
+    asked, sample, back = (
+        iter(range(100)),
+        trainer._generate_single_turn,
+        threading.Thread(target=server.start),
+    )
 
     def generate(*args, **options):
         if next(asked) == turn:
@@ -424,7 +433,10 @@ def test_a_server_killed_in_training_costs_the_rollouts_on_it_and_the_run_goes_o
     with EpisodeServer(count=8) as server:
         remote = RemoteFamily(server.url, "files", patience=120)
         counts = [len(task.requests) for task in TaskShelf(FILES, 8).split("train")]
-        tasks = [RemoteTask("train", index) for index in (counts.index(2), next(i for i, n in enumerate(counts) if n > 2))]
+        tasks = [
+            RemoteTask("train", index)
+            for index in (counts.index(2), next(i for i, n in enumerate(counts) if n > 2))
+        ]
         rollouts = TurnRollouts(remote, tasks, lambda turn: remote.hints(turn).get("rule"))
         trainer, batches = trained(tmp_path, prompts_of(remote, tasks), rollouts.reward, 2, tokens=4,
                                    rollout_func=rollouts, feedback_func=rollouts.feedback)  # fmt: skip
@@ -434,7 +446,9 @@ def test_a_server_killed_in_training_costs_the_rollouts_on_it_and_the_run_goes_o
         first, second = batches
         scored = (first["tool_mask"] * first["completion_mask"]).sum(1)
         assert sorted((scored > 0).tolist()) == [False, False, True, True]
-        assert (first["advantages"][scored == 0] == 0).all() and not first["sdpo_loss_mask"][scored == 0].any()
+        assert (first["advantages"][scored == 0] == 0).all() and not first["sdpo_loss_mask"][
+            scored == 0
+        ].any()
         assert trainer.state.global_step == 2 and len(batches) == 2
         assert (second["tool_mask"] * second["completion_mask"]).sum(1).min() > 0
         rows = [one["trajectory"] for one in trainer._rewarded[0]]
@@ -457,7 +471,9 @@ def test_a_server_killed_under_trls_environments_costs_the_rollouts_on_it_and_sa
         trainer._generate_single_turn = lambda ids, *_, **__: ([list(call) for _ in ids], None)
         back, kept = killed_at(trainer, server, 1), []
         reward = trainer._calculate_rewards
-        trainer._calculate_rewards = lambda *args: kept.append(([w._lost for w in trainer.environments], reward(*args))) or kept[-1][1]
+        trainer._calculate_rewards = lambda *args: (
+            kept.append(([w._lost for w in trainer.environments], reward(*args))) or kept[-1][1]
+        )
         with pytest.warns(UserWarning, match="4 rollouts were lost and are not scored: the episode of train"):
             trainer.train()
         back.join()
@@ -465,7 +481,9 @@ def test_a_server_killed_under_trls_environments_costs_the_rollouts_on_it_and_sa
         assert all(lost) and rewards.isnan().all() and not any(others) and found.isfinite().all()
         first, second = batches
         assert (first["tool_mask"] * first["completion_mask"]).sum() == 0 and (first["advantages"] == 0).all()
-        assert (second["tool_mask"] * second["completion_mask"]).sum(1).min() > 0 and trainer.state.global_step == 2
+        assert (second["tool_mask"] * second["completion_mask"]).sum(
+            1
+        ).min() > 0 and trainer.state.global_step == 2
         remote.close()
 
 
@@ -481,14 +499,35 @@ def test_the_package_passes_the_validator_and_its_server_is_the_family(name, tmp
     recipe = (tmp_path / name / "server" / "Dockerfile").read_text()
     assert "ARG TORCH=" in recipe and "install --no-cache-dir $TORCH" in recipe  # another index can be named
     assert REMEDY in recipe and "{" not in recipe and (tmp_path / name / "README.md").exists()
-    words = [sys.executable, "-m", "openenv.cli", "validate", str(tmp_path / name), "--level", "static", "--skip-build"]
+    words = ["validate", str(tmp_path / name), "--level", "static", "--skip-build"]
+    done = CliRunner().invoke(openenv_command, words)
+    assert done.exit_code == 0, done.output
+    served = SourceFileLoader(f"server_of_{name}", str(tmp_path / name / "server" / "app.py"))
+    module = module_from_spec(spec_from_loader(served.name, served))
+    served.exec_module(module)
+    assert "/ws" in [route.path for route in module.app.routes]
+    with pytest.raises(FileExistsError, match="not empty"):
+        write_package(tmp_path / name, name)
+
+
+def test_a_package_stands_by_itself(tmp_path):
+    """Validator and server in processes of their own, in the package's folder."""
+    write_package(tmp_path / "one", "files")
+    words = [
+        sys.executable,
+        "-m",
+        "openenv.cli",
+        "validate",
+        str(tmp_path / "one"),
+        "--level",
+        "static",
+        "--skip-build",
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     code = "from server.app import app; print([r.path for r in app.routes])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / name)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "one")
     assert "/ws" in done.stdout, done.stderr[-2000:]
-    with pytest.raises(FileExistsError, match="not empty"):
-        write_package(tmp_path / name, name)
 
 
 def test_an_unknown_family_is_named(tmp_path):
@@ -502,7 +541,9 @@ def test_an_unknown_family_is_named(tmp_path):
 
 
 def test_serving_needs_no_torch():
-    code = "import sys, composer_nb.adapters.openenv as o; o.family_of('files'); print('torch' in sys.modules)"
+    code = (
+        "import sys, composer_nb.adapters.openenv as o; o.family_of('files'); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr[-2000:]
 

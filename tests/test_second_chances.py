@@ -29,8 +29,12 @@ def run(folder: Path, name: str, text: str, *more: str) -> subprocess.CompletedP
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(text)
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    words = [sys.executable, ROOT / "scripts" / "run_tests.py", "-p", "no:randomly", "-n", "2", name, *more]
+    words = [sys.executable, ROOT / "scripts" / "run_tests.py", "-n", "2", name, *more]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    kept |= {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "xdist.plugin",
+    }  # five processes import them
     return subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True)
 
 
@@ -58,7 +62,9 @@ def test_what_was_not_collected_has_not_passed(tmp_path, text, code):
 
 def test_more_failures_than_a_few_are_no_accident():
     few = [f"tests/test_it.py::test_{n}" for n in range(run_tests.SECOND_CHANCES)]
-    assert run_tests.may_run_again(1, few) and not run_tests.may_run_again(1, [*few, "tests/test_it.py::test_more"])
+    assert run_tests.may_run_again(1, few) and not run_tests.may_run_again(
+        1, [*few, "tests/test_it.py::test_more"]
+    )
     assert not run_tests.may_run_again(2, few), "interrupted"
 
 
@@ -89,7 +95,9 @@ def test_parity_then_the_longest_files_begin(request):
 def pages(*reasons: str) -> tuple[list[run_lone.Job], list[run_lone.Result]]:
     names = [f"nbs/part/{n}" for n in range(len(reasons))]
     jobs = [run_lone.Job(name, None, ()) for name in names]
-    return jobs, [run_lone.Result(*pair, 0.0, reason) for pair, reason in zip(((n, 1.0) for n in names), reasons)]
+    return jobs, [
+        run_lone.Result(*pair, 0.0, reason) for pair, reason in zip(((n, 1.0) for n in names), reasons)
+    ]
 
 
 @pytest.mark.parametrize("second, left", [("", []), ("again", ["again"])])
@@ -105,7 +113,9 @@ def test_a_page_has_one_second_chance(monkeypatch, tmp_path, capsys, second, lef
     after = run_lone.once_more(jobs, results, None, run_lone.Sources(), tmp_path, 1.0)
     assert asked == [(["nbs/part/1"], 1)] and len(after) == 3
     assert [result.reason for result in after if result.reason] == left
-    assert ("UNSTEADY nbs/part/1: ran the second time; the first time: clock" in capsys.readouterr().out) == (not left)
+    assert ("UNSTEADY nbs/part/1: ran the second time; the first time: clock" in capsys.readouterr().out) == (
+        not left
+    )
 
 
 def test_many_pages_that_fail_stay_failed(monkeypatch, tmp_path):
