@@ -7,6 +7,7 @@ as that kernel does. When `start` ends, even by SIGKILL, the kernel and all that
 """
 
 import array
+import gc
 import json
 import os
 import select
@@ -25,6 +26,8 @@ def serve(address: str, modules: Sequence[str]) -> None:
     sys.path.pop(0)  # this script's folder, which no kernel has
     for name in modules:
         __import__(name)
+    gc.collect()
+    gc.freeze()  # no collection in a kernel looks through the imports again, nor copies their pages for it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a kernel here
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -2,6 +2,7 @@
 failed one.
 """
 
+import gc
 import json
 from collections.abc import Generator
 from pathlib import Path
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     kept = TESTS / "seconds.json"  # of each file, written by scripts/run_tests.py --record
     took = json.loads(kept.read_text()) if kept.exists() else {}
     items.sort(key=lambda item: (not in_parity(item.path), -took.get(item.nodeid.split("::")[0], 0)))
+
+
+def pytest_collection_finish() -> None:
+    """What the modules of tests have imported lives to the end: no collection need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
