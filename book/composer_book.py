@@ -174,7 +174,7 @@ def configure(app, config) -> None:
     config.html_context.setdefault("default_mode", "auto")  # without it each first visit logs an error
     config.html_theme_options |= {
         "max_navbar_depth": 2,  # parts and their pages: deeper, each page copies the sections of all
-        "collapse_navbar": True,  # the runs of a spike beside its own pages; else each page copies the headings of all
+        "collapse_navbar": True,  # a spike lists its runs where it is open; else pages copy all headings
         "show_toc_level": 2,
         "show_navbar_depth": 1,
         "pygments_dark_style": "github-dark",
