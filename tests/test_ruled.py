@@ -4,13 +4,16 @@ import json
 import random
 
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.batch import ComposerDataCollator, assert_aligned
 from composer_nb.tasks.contract import CLAIMS, EpisodeLost, contract_problems, run
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
 from composer_nb.tasks.house_rules import KINDS, obeyed, rules_of
+from composer_nb.tasks.rollouts import roll_out
 from composer_nb.tasks.ruled import REFUSED, Ruled, formed, in_form, parsed, refusal_hints, unruled
 from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.tasks.tool_calls_multi_turn import MultiTurn, miscalled
@@ -174,6 +177,27 @@ def test_hints_of_the_family_inside_come_in_the_houses_form():
             assert hint == in_form(plain, RULES)
             inner, ruled = inner + plain.count('{"name"'), ruled + hint.count('_v2"')
     assert inner == ruled > 0
+
+
+@pytest.mark.model
+def test_a_rollout_under_rules_lines_up_and_its_refused_turn_is_hinted():
+    """Ids of a played episode are the template's, tool words are not scored, and each faulty turn is compared."""
+    tokenizer, task = tiny.tokenizer(), FAMILY.tasks("train", 1, seed=8)[0]
+    said = [INSIDE.reference(task)[0], *FAMILY.reference(task)]
+    (row,) = roll_out([FAMILY.episode(task)], tokenizer, scripted(said, tokenizer))
+    assert row.outcome.solved and row.outcome.faulty == (0,) and not row.stopped
+    for (begin, end), text in zip(row.turns, said, strict=True):
+        assert tokenizer.decode(row.ids[begin:end], skip_special_tokens=True) == text
+    told = tokenizer.decode([i for i, sampled in zip(row.completion_ids, row.sampled) if not sampled])
+    assert told.count("refused: every function's name must end in") == 1
+    turn = row.outcome.turns[0]
+    batch = ComposerDataCollator(tokenizer)([row.rollout(FAMILY.hints(turn)["spelled"], 0)])
+    assert assert_aligned(batch, tokenizer) == row.turns[0][1] - row.turns[0][0]
+
+
+def scripted(lines, tokenizer):
+    turn = iter(lines)
+    return lambda contexts: [tokenizer(next(turn))["input_ids"] + [tokenizer.eos_token_id] for _ in contexts]
 
 
 class Gone:
