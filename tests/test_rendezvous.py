@@ -518,7 +518,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(world):
     seats = [world.enter(rank) for rank in range(2)]
     for _ in range(7):
         world.round(*seats)
-    head, ref = seats[0].log.snapshots.pointer(6)
+    head, ref, _ = seats[0].log.snapshots.pointer(6)
     seats[0].bucket.put(ref.key, damage(seats[0].bucket.get(ref.key), "bit_flip", 1))
     assert same(seats[0].latest(), seats[0].state) and seats[0].bucket.list("quarantine/")
     assert head and same(world.enter(2).state, seats[0].state)
@@ -653,8 +653,11 @@ def test_a_damaged_record_is_healed_by_a_snapshot(world):
     seats = [world.enter(rank) for rank in range(2)]
     for rv in seats:
         offer(rv, 1)
-    seats[0].apply(seats[0].poll(1))
+    record = seats[0].poll(1)
+    seats[0].apply(record)
     seats[0].bucket.put("rounds/00000001/record.json", b"rubbish")
+    assert seats[1].poll(1) == record  # from the copy
+    seats[0].bucket.put("rounds/00000001/copy.json", b"rubbish")
     with pytest.raises(LostPayload, match="damaged"):
         seats[1].poll(1)
     tick = seats[0].tick

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,24 +16,26 @@ from typing import Any
 from torch import Tensor
 
 from .closing import ClosingRule, Patience, RendezvousOptions
+from .history import newest_state
 from .membership import Heartbeat, HeartbeatThread, Member, Membership
 from .outer import OuterState
 from .payload import Spec, spec_of
 from .records import Record, RendezvousError, RunConfig, State, terms_of
 from composer_nb.diloco.run_log import (
+    Diverged,
     LostPayload,
     RunLog,
     agree_on_terms,
     check_previous,
     collect,
-    newest_state,
     sweep_log,
 )
 from .store import Bucket, BucketError, open_bucket
 
 # %% auto #0
-__all__ = ['Participant', 'live_ranks', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots', 'help_others',
-           'ask_for_snapshot', 'apply_record', 'Follower', 'RunMember', 'join_run', 'begin_run']
+__all__ = ['Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots',
+           'help_others', 'ask_for_snapshot', 'state_beyond', 'catch_up', 'apply_record', 'state_after', 'Follower',
+           'RunMember', 'join_run', 'begin_run']
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #e49e1f50
 class Participant:
@@ -56,6 +59,7 @@ class Participant:
         self.patience, self.rule = Patience(options), ClosingRule(rank, options)
         self.lock, self.held, self.orphans = threading.RLock(), {}, {}  # held: payloads by hash
         self.needs, self.newest_snapshot = None, -1  # needs: a round whose payload cannot be read here
+        self.closed: State | None = None  # where the round leads that was closed here, until it is applied
 
     @property
     def author(self) -> str:
@@ -88,6 +92,11 @@ def _check_place(rank: int, spec: Spec) -> None:
 def live_ranks(own: Participant) -> list[int]:
     "Members that are in the run and alive, as this participant sees it."
     return [member.rank for member in own.membership.members() if member.alive and member.phase == "in"]
+
+
+def ahead_of(own: Participant, round: int) -> list[Member]:
+    "Members, alive or not, that have applied this round: it has a record, whether or not we can see it."
+    return [member for member in own.membership.members() if member.round >= round]
 
 
 def note(own: Participant, kind: str, **more: Any) -> None:
@@ -158,7 +167,8 @@ def ask_for_snapshot(own: Participant, lost: LostPayload) -> State:
     "The state of somebody who could read what we cannot; waits for up to two leases. Raises LostPayload."
     clock, begun = own.options.clock, own.options.clock()
     own.needs = lost.round
-    note(own, "lost payload", error=str(lost))
+    note(own, "diverged" if isinstance(lost, Diverged) else "lost payload", error=str(lost))
+    warnings.warn(f"rank {own.rank}: {lost}", RuntimeWarning, stacklevel=2)
     try:
         while clock() - begun < 2 * own.lease_s:
             own.thread.tick()
@@ -170,6 +180,29 @@ def ask_for_snapshot(own: Participant, lost: LostPayload) -> State:
     said = f"{lost}; no replica that has applied round {lost.round} wrote a snapshot within two leases"
     raise LostPayload(said, lost.round) from lost
 
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-missing
+def state_beyond(own: Participant, found: State) -> State:
+    """`found`, or where nothing new was found though others are ahead, a snapshot of theirs. Raises
+    LostPayload."""
+    others = ahead_of(own, found.round + 1)
+    if found.round > own.state.round or not others:
+        return found
+    who = ", ".join(f"rank {member.rank} at round {member.round}" for member in others)
+    missing = f"the record of round {found.round + 1} and its copy are gone ({who})"
+    return ask_for_snapshot(own, LostPayload(missing, found.round + 1))
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-catch-up
+def catch_up(own: Participant) -> State:
+    "Load the newest state there is; for `Follower.catch_up`."
+    try:
+        found = own.patience.until(lambda: newest_state(own.log))
+        found = found and state_beyond(own, found)
+    except LostPayload as lost:
+        found = ask_for_snapshot(own, lost)
+    if found is not None and found.round >= own.state.round:
+        own.state, own.held, own.closed = found, {}, None
+    return own.state
+
 # %% ../../nbs/scaling_out/19_participant.ipynb #5c5bfda8
 def apply_record(own: Participant, record: Record) -> State:
     "Take over a record; for `Follower.apply`."
@@ -180,16 +213,23 @@ def apply_record(own: Participant, record: Record) -> State:
         raise ValueError(said)
     check_previous(record, own.state.head, f"record {record.round}", "call catch_up()")
     try:
-        parts = own.patience.until(lambda: collect(own.log, record, own.held))
-        own.state = own.log.step(own.state, record, parts)
+        own.state = state_after(own, record)
     except LostPayload as lost:
         own.state = ask_for_snapshot(own, lost)
-    own.held = {}
+    own.held, own.closed = {}, None
     own.rule.forget(own.state.round)
     note(own, "apply", closer=record.closer, ranks=list(record.ranks))
     if record.closer == own.rank and own.state.round == record.round:
         keep_snapshots(own)
     return own.state
+
+
+def state_after(own: Participant, record: Record) -> State:
+    "The step of a record; taken already where it was closed here. Raises LostPayload, Diverged."
+    if own.closed is not None and own.closed.head == record.digest:
+        return own.closed
+    parts = own.patience.until(lambda: collect(own.log, record, own.held))
+    return own.log.step(own.state, record, parts)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #89d1fa5c
 class Follower(Observer):
@@ -214,9 +254,9 @@ class Follower(Observer):
         """Average, take the outer step, and return the new state, which is also kept. Writes a snapshot and
         sweeps where that is due.
 
-        Where a payload was lost after the commit, a replica that has it is asked for a snapshot, for up to
-        two leases; the state is then at least that of the record. Raises ValueError for a record out of
-        order, Behind, LostPayload, BucketError.
+        Where a payload was lost after the commit, or the state that comes out is not the one that the record
+        says, a replica that has it is asked for a snapshot, for up to two leases; the state is then at least
+        that of the record. Raises ValueError for a record out of order, Behind, LostPayload, BucketError.
         """
         with self.lock:
             self.require_in()
@@ -225,13 +265,7 @@ class Follower(Observer):
     def catch_up(self) -> State:
         "Load the newest state there is, and keep it. For a replica that was away for long."
         with self.lock:
-            try:
-                found = self.latest()
-            except LostPayload as lost:
-                found = ask_for_snapshot(self, lost)
-            if found is not None and found.round >= self.state.round:
-                self.state, self.held = found, {}
-            return self.state
+            return catch_up(self)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #5c1c75e1
 class RunMember(Follower):

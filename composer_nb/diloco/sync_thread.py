@@ -20,7 +20,7 @@ from .compression import compress
 from .outer import pseudo_gradient
 from .records import Record, State
 from .rendezvous import Rendezvous
-from .run_log import Behind
+from .run_log import Behind, LostPayload
 from .store import BucketError, KeyNotFound
 
 # %% auto #0
@@ -85,7 +85,7 @@ def take_next_round(rendezvous: Rendezvous) -> AppliedRound | None:
         included = rendezvous.includes(record)
         former = not included and rendezvous.rank in record.ranks
         state = rendezvous.apply(record)
-    except Behind:
+    except (Behind, LostPayload):
         return AppliedRound(rendezvous.catch_up(), None)
     if state.round != record.round:
         return AppliedRound(state, None)

@@ -1,0 +1,219 @@
+"""A history verifies itself: what does not fit is found at once and named, and a committed round stays what
+it is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_rendezvous import LEASE, World, delta, offer, same
+
+from composer_nb.diloco.records import Record, decode_record
+from composer_nb.diloco.run_log import Behind, Diverged, LostPayload
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def helped_by(world: World, *helpers) -> None:
+    """While somebody waits, these poll as their background threads would."""
+
+    class Helper:
+        def __init__(self, rv):
+            self.rv = rv
+
+        def tick(self):
+            self.rv.tick()
+            self.rv.poll(self.rv.state.round + 1)
+
+    world.awake = [Helper(rv) for rv in helpers]
+
+
+def test_records_say_what_they_lead_to_and_everybody_is_there(world):
+    seats = [world.enter(rank) for rank in range(3)]
+    for _ in range(3):
+        record = world.round(*seats)
+        assert {rv.state.digest for rv in seats} == {record.state}
+    assert Record.from_bytes(record.to_bytes()) == record
+
+
+def test_a_digest_is_of_every_bit_and_of_nothing_else(world):
+    rv = world.enter(0)
+    world.round(rv)
+    state = rv.state
+    again = type(state).from_tensors(state.round, "another head", state.to_tensors())
+    assert again.digest == state.digest
+    for name, tensor in state.to_tensors().items():
+        if tensor.is_floating_point():
+            changed = state.to_tensors() | {name: torch.nextafter(tensor, tensor + 1)}
+            assert type(state).from_tensors(state.round, state.head, changed).digest != state.digest
+
+
+def test_the_digests_of_untouched_fragments_are_those_of_the_whole(world):
+    from composer_nb.diloco.records import RunConfig
+
+    seats = [world.enter(rank, config=RunConfig(n_fragments=2)) for rank in range(2)]
+    for _ in range(4):
+        world.round(*seats)
+        state = seats[0].state
+        assert type(state).from_tensors(state.round, "", state.to_tensors()).digest == state.digest
+
+
+def test_every_flipped_bit_of_a_record_is_found(world):
+    rv = world.enter(0)
+    data = world.round(rv).to_bytes()
+    for bit in range(0, 8 * len(data), 7):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="no record"):
+            Record.from_bytes(bytes(flipped))
+
+
+def forget_the_record(rv, round: int, copies: bool) -> None:
+    rv.bucket.delete(rv.log.rounds.record_key(round))
+    if copies:
+        rv.log.rounds.take_back(round)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_deleted_record_is_not_closed_again_with_other_members(world, copies):
+    """Rank 0 has applied round 2; its record goes, and a payload with it. The others wait past their turn."""
+    seats = [world.enter(rank, grace_s=0.0) for rank in range(3)]
+    world.round(*seats)
+    for rv in seats:
+        offer(rv, 2)
+    record = seats[0].poll(2)
+    seats[0].apply(record)
+    forget_the_record(seats[0], 2, copies)
+    world.look()
+    world.rest(seconds=1.5 * LEASE)
+    helped_by(world, seats[0])
+    for rv in seats[1:]:
+        if copies:
+            with pytest.raises(Behind, match=r"round 2 was closed \(rank 0 at round 2.*deleted.*catch_up"):
+                rv.poll(2)
+            rv.catch_up()
+        else:
+            assert rv.poll(2) == record
+            rv.apply(record)
+        assert same(rv.state, seats[0].state)
+    world.awake = seats
+    world.look()
+    assert world.round(*seats).ranks == (0, 1, 2) and same(seats[0].state, seats[2].state)
+
+
+def test_a_round_closed_twice_is_named_on_replay(world):
+    """The next record follows the first version; whoever loads the second one is told, not handed a state."""
+    seats = [world.enter(rank, snapshot_every=100) for rank in range(2)]
+    for _ in range(2):
+        world.round(*seats)
+    record = seats[0].log.record(2)
+    parts = (record.contributions[0],)
+    others = Record(2, 0, parts, 1, {}, record.previous)
+    first = seats[0].log.snapshots.read(0)
+    first = seats[0].log.step(first, seats[0].log.record(1), collected(seats[0], 1))
+    world.round(*seats)
+    others, _ = seats[0].log.close(first, others, {0: delta(2, 0)})
+    seats[0].log.rounds.take_back(2)
+    assert seats[0].log.rounds.put_record(2, others.to_bytes())
+    with pytest.raises(LostPayload, match="record 3 follows another history") as caught:
+        world.seat(2).latest()
+    assert caught.value.round == 3
+
+
+def collected(rv, round: int):
+    return {rank: delta(round, rank) for rank in rv.log.record(round).ranks}
+
+
+def test_a_state_that_parted_is_found_in_the_next_round_and_healed(world):
+    """One bit of a replica's memory: it is told which round and which digests, and gets the others' state."""
+    seats = [world.enter(rank) for rank in range(2)]
+    world.round(*seats)
+    mine = seats[1].state.params["layers.1.w"]
+    mine[0] = torch.nextafter(mine[0], mine[0] + 1)
+    for rv in seats:
+        offer(rv, 2)
+    record = seats[0].poll(2)
+    seats[0].apply(record)
+    helped_by(world, seats[0])
+    with pytest.warns(RuntimeWarning, match=f"round 2: the state hashes to .* {record.state[:12]}"):
+        seats[1].apply(record)
+    assert same(seats[1].state, seats[0].state)
+    assert [event["kind"] for event in seats[1].events].count("diverged") == 1
+
+
+def test_a_snapshot_of_another_state_is_passed_over(world):
+    """Whole, sealed, and wrong: its state is not the one that the record of its round says."""
+    seats = [world.enter(rank) for rank in range(2)]
+    for _ in range(4):
+        world.round(*seats)
+    log, state = seats[0].log, seats[0].state
+    found = decode_record("snapshot", log.bucket.get(log.snapshots.key(3)), dict)
+    log.bucket.delete(log.snapshots.key(3))
+    forged = type(state)(3, {k: v + 1 for k, v in state.params.items()}, state.outer, found["previous"])
+    log.snapshots.write(forged, "somebody")
+    assert same(world.seat(2).latest(), state)
+
+
+def test_a_replica_that_diverges_alone_says_so(world):
+    seats = [world.enter(rank) for rank in range(2)]
+    for rv in seats:
+        offer(rv, 1)
+    record = seats[0].poll(1)
+    forged = Record(**record.__dict__ | {"state": "0" * 64})
+    with pytest.raises(Diverged, match="round 1: the state hashes to") as caught:
+        seats[1].log.step(seats[1].state, forged, collected(seats[0], 1))
+    assert caught.value.round == 1 and caught.value.theirs == "0" * 64 and caught.value.ours == record.state
+
+
+REPLICA = """
+import json, sys, time
+sys.path.insert(0, "tests")
+import torch
+from test_rendezvous import SPEC, START
+from composer_nb.diloco.rendezvous import Rendezvous
+
+uri, rank = sys.argv[1], int(sys.argv[2])
+rv = Rendezvous(uri, rank, run_id="run", spec=SPEC, lease_s=4.0, expected=2)
+rv.join()
+rv.start(START)
+for number in range(1, 5):
+    base = {name: torch.arange(1.0, value.numel() + 1).reshape(value.shape) for name, value in START.items()}
+    part = {name: value / (3 * number + 7 * rank) for name, value in base.items()}
+    rv.offer(number, part, tokens=100 + rank, steps=1)
+    rv.apply(rv.wait(number, 60))
+end = time.monotonic() + 6.0
+while time.monotonic() < end and any(m.alive and m.round < 4 for m in rv.members()):
+    rv.poll(5)
+    time.sleep(0.05)
+rv.leave()
+kinds = [event["kind"] for event in rv.events]
+told = {"digest": rv.state.digest, "diverged": kinds.count("diverged")}
+print(json.dumps(told | {"cpu": torch.backends.cpu.get_cpu_capability()}))
+"""
+
+
+def two_kinds_of_cpu(folder: Path) -> list[dict]:
+    "What two replicas tell in the end that run with other kernels, as on two kinds of CPU."
+    running = []
+    for rank, kernels in enumerate(("avx2", "default")):
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": kernels, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", "-c", REPLICA, str(folder), str(rank)]
+        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    told = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    return told
+
+
+def test_two_kinds_of_cpu_do_not_part_unnoticed(tmp_path):
+    told = two_kinds_of_cpu(tmp_path)
+    if {row["cpu"] for row in told} == {"DEFAULT", "AVX2"}:
+        assert sum(row["diverged"] for row in told) > 0
+    assert told[0]["digest"] == told[1]["digest"]
