@@ -8,8 +8,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from .records import State
-from .run_log import Behind, LostPayload, RunLog, check_previous, collect
+from .run_log import Behind, LostPayload, RunLog, check_previous
 from .store import KeyNotFound
+from .update import read_update
 
 # %% auto #0
 __all__ = ['replay', 'newest_state', 'newest_snapshot', 'fits_its_record']
@@ -26,7 +27,7 @@ def replay(log: RunLog, state: State) -> State:
             check_previous(record, state.head, f"record {record.round}", "it is not replayed")
         except Behind as error:
             raise LostPayload(str(error), record.round) from error
-        state = log.step(state, record, collect(log, record))
+        state = log.step(state, record, read_update(log, record))
     return state
 
 # %% ../../nbs/scaling_out/16_history.ipynb #hist-newest

@@ -31,6 +31,7 @@ from composer_nb.diloco.run_log import (
     sweep_log,
 )
 from .store import Bucket, BucketError, open_bucket
+from .update import read_update
 
 # %% auto #0
 __all__ = ['Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots',
@@ -228,8 +229,8 @@ def state_after(own: Participant, record: Record) -> State:
     "The step of a record; taken already where it was closed here. Raises LostPayload, Diverged."
     if own.closed is not None and own.closed.head == record.digest:
         return own.closed
-    parts = own.patience.until(lambda: collect(own.log, record, own.held))
-    return own.log.step(own.state, record, parts)
+    average = own.patience.until(lambda: read_update(own.log, record))
+    return own.log.step(own.state, record, average)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #89d1fa5c
 class Follower(Observer):
@@ -251,8 +252,8 @@ class Follower(Observer):
         return any((part.rank, part.generation) == mine for part in record.contributions)
 
     def apply(self, record: Record) -> State:
-        """Average, take the outer step, and return the new state, which is also kept. Writes a snapshot and
-        sweeps where that is due.
+        """Read the average, take the outer step, and return the new state, which is also kept. Writes a
+        snapshot and sweeps where that is due.
 
         Where a payload was lost after the commit, or the state that comes out is not the one that the record
         says, a replica that has it is asked for a snapshot, for up to two leases; the state is then at least

@@ -28,9 +28,9 @@ from .payload import PayloadRef, Spec
 _Built = TypeVar("_Built")
 
 # %% auto #0
-__all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'encode_record',
-           'decode_record', 'record_digest', 'Record', 'Linked', 'chained', 'tensor_digest', 'joint_digest', 'State',
-           'advance', 'with_state']
+__all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'Update',
+           'encode_record', 'decode_record', 'record_digest', 'Record', 'Linked', 'chained', 'tensor_digest',
+           'joint_digest', 'State', 'averaged', 'advance', 'with_state']
 
 # %% ../../nbs/scaling_out/15_records.ipynb #94c96843
 @dataclass(frozen=True)
@@ -147,6 +147,30 @@ class Offer:
         except (KeyError, TypeError) as error:
             raise ValueError(f"no offer: {type(error).__name__} {error}") from error
 
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-update
+@dataclass(frozen=True)
+class Update:
+    "The average that a round applies: where it lies, what belongs to its compression, and who wrote it."
+
+    ref: PayloadRef
+    meta: Mapping[str, Any] | None
+    author: str
+
+    def to_dict(self) -> dict[str, Any]:
+        "Plain values for JSON."
+        return {"ref": self.ref.to_dict(), "meta": self.meta, "author": self.author}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Update:
+        "Raises ValueError for a mapping that is not one of `to_dict`."
+        try:
+            meta, author = found["meta"], found["author"]
+            if not isinstance(meta, dict | None) or not isinstance(author, str):
+                raise ValueError(f"no update: meta is {type(meta).__name__}, author {author!r:.40}")
+            return cls(PayloadRef.from_dict(found["ref"]), meta, author)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no update: {type(error).__name__} {error}") from error
+
 # %% ../../nbs/scaling_out/15_records.ipynb #rec-codec
 def encode_record(kind: str, round: int, previous: str, content: Mapping[str, Any]) -> bytes:
     "A record as bytes: JSON with sorted keys and a seal, so that equal records have equal digests."
@@ -185,14 +209,15 @@ def _fields_of(found: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: found[name] for name in ("round", "fragment", "closer", "previous", "state")}
     parts = tuple(Offer.from_dict(part) for part in found["contributions"])
     refused = {int(rank): str(why) for rank, why in found["refused"].items()}
-    return plain | {"contributions": parts, "refused": refused}
+    update = None if found["update"] is None else Update.from_dict(found["update"])
+    return plain | {"contributions": parts, "refused": refused, "update": update}
 
 # %% ../../nbs/scaling_out/15_records.ipynb #rec-class
 @dataclass(frozen=True)
 class Record:
     """What a round is made of. `contributions` are the offers that count, `refused` maps ranks that offered
     and were not taken to the reason; `previous` is the digest of the round before, `state` that of the
-    parameters and outer states after this one."""
+    parameters and outer states after this one; `update` is their average, None where nothing counts."""
 
     kind: ClassVar[str] = "outer_step"
     round: int
@@ -202,11 +227,13 @@ class Record:
     refused: Mapping[int, str]
     previous: str
     state: str = ""
+    update: Update | None = None
 
     def to_bytes(self) -> bytes:
         refused = {str(rank): why for rank, why in self.refused.items()}
         parts = {"contributions": [part.to_dict() for part in self.contributions], "refused": refused}
         plain = {"fragment": self.fragment, "closer": self.closer, "state": self.state}
+        plain["update"] = None if self.update is None else self.update.to_dict()
         return encode_record(self.kind, self.round, self.previous, plain | parts)
 
     @classmethod
@@ -315,29 +342,31 @@ def _parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int,
     return params, outer
 
 # %% ../../nbs/scaling_out/15_records.ipynb #a1d4680c
-def advance(
-    state: State, record: Record, contributions: Mapping[int, Mapping[str, Tensor]], config: RunConfig,
-    names: Collection[str],
-) -> State:
-    """The state after `record`. `contributions` are pseudo-gradients by rank, `names` the parameters of the
-    record's fragment. What the record says of the state's digest is not compared here.
+def averaged(
+    record: Record, contributions: Mapping[int, Mapping[str, Tensor]], config: RunConfig
+) -> dict[str, Tensor]:
+    "Average of the contributions, by rank, with the record's weights; empty where there is none."
+    if not record.contributions:
+        return {}
+    return weighted_average(contributions, record.weights, merge=config.merge, mean_only=config.mean_only)
 
-    Raises ValueError for a record that does not follow `state`, and what `weighted_average` and
-    `outer_step` raise.
+
+def advance(
+    state: State, record: Record, average: Mapping[str, Tensor], config: RunConfig, names: Collection[str]
+) -> State:
+    """The state after `record`. `average` is what its round applies, `names` are the parameters of its
+    fragment. What the record says of the state's digest is not compared here.
+
+    Raises ValueError for a record that does not follow `state`, and what `outer_step` raises.
     """
     if state.params is None or record.round != state.round + 1:
-        said = (
-            f"record {record.round} does not follow the state of round {state.round}: apply records in order"
-        )
-        raise ValueError(said)
+        at = f"record {record.round} does not follow the state of round {state.round}"
+        raise ValueError(f"{at}: apply records in order")
     if not record.contributions:
         return replace(state, round=record.round, head=record.digest, known=state.digests)
-    average = weighted_average(
-        contributions, record.weights, merge=config.merge, mean_only=config.mean_only
-    )
     params, outer = dict(state.params), list(state.outer)
-    part = {name: params[name] for name in names}
-    moved, outer[record.fragment] = outer_step(part, average, outer[record.fragment], config.outer)
+    part, before = {name: params[name] for name in names}, outer[record.fragment]
+    moved, outer[record.fragment] = outer_step(part, average, before, config.outer, rounding="each")
     changed = {f"param/{name}" for name in names}
     kept = {
         name: digest for name, digest in state.digests.items()

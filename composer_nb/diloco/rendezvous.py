@@ -20,6 +20,7 @@ from .payload import DamagedPayload, PayloadRef, write_payload
 from .records import Mismatch, Offer, Record, RendezvousError, RunConfig, State
 from .run_log import Behind, LostPayload, checked_tensors
 from .store import KeyNotFound
+from .update import close_with
 
 # %% auto #0
 __all__ = ['weigh', 'close_round', 'checked_offers', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work', 'offer_tensors',
@@ -40,12 +41,12 @@ def weigh(part: Offer, round: int, config: RunConfig) -> Offer:
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-close
 def close_round(own: Participant, round: int, offered: list[int]) -> Record | None:
-    """Verify what was offered, take the step, and write the record with the digest of where it led; the
-    record of whoever was first. Raises Behind."""
+    """Verify what was offered, publish the average, take the step, and write the record with the digest of
+    where it led; the record of whoever was first. Raises Behind."""
     parts, refused = checked_offers(own, round, offered)
     record = Record(round, own.log.fragment(round), parts, own.rank, refused, own.state.head)
     found = {part.rank: own.held[part.ref.sha256] for part in parts}
-    record, closed = own.log.close(own.state, record, found)
+    record, closed = close_with(own.log, own.state, record, found, own.author)
     if not own.log.rounds.put_record(round, record.to_bytes()):
         return own.log.record(round)
     if own.log.snapshots.newest() >= round:  # the round was closed, applied and swept while we were stopped

@@ -26,6 +26,7 @@ from composer_nb.diloco.records import (
     RendezvousError,
     RunConfig,
     State,
+    Update,
     advance,
     compare_terms,
     decode_record,
@@ -35,8 +36,8 @@ from composer_nb.diloco.records import (
 from .store import Bucket, KeyNotFound
 
 # %% auto #0
-__all__ = ['RUN_GONE', 'Sent', 'Parts', 'Behind', 'LostPayload', 'Diverged', 'json_mapping', 'agree_on_terms', 'RoundKeys',
-           'Rounds', 'read_record', 'check_previous', 'Payloads', 'checked_tensors', 'Snapshots', 'RunLog', 'collect',
+__all__ = ['RUN_GONE', 'Sent', 'Behind', 'LostPayload', 'Diverged', 'json_mapping', 'agree_on_terms', 'RoundKeys', 'Rounds',
+           'read_record', 'check_previous', 'Payloads', 'checked_tensors', 'Snapshots', 'RunLog', 'collect',
            'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log', 'lowest_needed', 'snapshot_payloads']
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #0029892f
@@ -185,17 +186,19 @@ class Payloads:
     def __init__(self, bucket: Bucket, spec: Spec, config: RunConfig) -> None:
         self.bucket, self.spec, self.config = bucket, spec, config
 
-    def fetch(self, offer: Offer, names: Collection[str]) -> dict[str, Tensor]:
-        "The pseudo-gradient of an offer for a fragment of these names. Raises DamagedPayload or KeyNotFound."
-        like = {name: torch.empty(self.spec[name][0], device="meta") for name in names}
-        kind, digest = self.config.compression, offer.ref.sha256
+    def fetch(
+        self, offer: Offer | Update, names: Collection[str], kind: str | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of an offer or an update for a fragment of these names, compressed with `kind`. Raises
+        DamagedPayload or KeyNotFound."""
+        digest = offer.ref.sha256
         if (offer.meta is None) != (kind is None) or (offer.meta or {}).get("kind") != kind:
             raise DamagedPayload(f"not compressed with {kind}", digest, "compression")
         if offer.meta is None:
             return self.read(offer.ref, {name: self.spec[name] for name in names})
-        shapes = {
-            name: list(value.shape) for name, value in like.items()
-        }  # as run.json has them for everybody
+        # shapes as run.json has them for everybody
+        shapes = {name: list(self.spec[name][0]) for name in names}
+        like = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         try:
             return decompress(Compressed(self.read(offer.ref), {**offer.meta, "shapes": shapes}), like)
         except DamagedPayload:
@@ -222,7 +225,6 @@ class Payloads:
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #7b526174
 Sent = tuple[Mapping[str, Tensor], Mapping[str, Any] | None]
-Parts = Mapping[int, Mapping[str, Tensor]]
 
 
 def checked_tensors(
@@ -339,16 +341,18 @@ class RunLog:
         return part
 
     def fetch(self, part: Offer, round: int) -> dict[str, Tensor]:
-        return self.payloads.fetch(part, self.fragments[self.fragment(round)])
+        return self.payloads.fetch(part, self.fragments[self.fragment(round)], self.config.compression)
 
-    def close(self, state: State, record: Record, parts: Parts) -> tuple[Record, State]:
+    def close(
+        self, state: State, record: Record, average: Mapping[str, Tensor]
+    ) -> tuple[Record, State]:
         "Take the step of a record that is not written yet: the record with the digest, and the new state."
-        after = advance(state, record, parts, self.config, self.fragments[record.fragment])
+        after = advance(state, record, average, self.config, self.fragments[record.fragment])
         return with_state(record, after)
 
-    def step(self, state: State, record: Record, parts: Parts) -> State:
+    def step(self, state: State, record: Record, average: Mapping[str, Tensor]) -> State:
         "The state after a record. Raises Diverged where it is not the one that the record says."
-        after = advance(state, record, parts, self.config, self.fragments[record.fragment])
+        after = advance(state, record, average, self.config, self.fragments[record.fragment])
         if after.digest != record.state:
             raise Diverged(record, after.digest)
         return after
@@ -451,10 +455,11 @@ def snapshot_payloads(log: RunLog) -> dict[int, str]:
 
 
 def _references(log: RunLog, round: int, keys: Collection[str]) -> set[str]:
-    "Payloads that a round points to: those of its record, or of its offers while it is open."
+    "Payloads that a round points to: those of its record and its average, or of its offers while it is open."
     with suppress(LostPayload):  # of a damaged record, keep what was offered
         if log.rounds.look(round, keys)[0] and (record := log.record(round)) is not None:
-            return {part.ref.key for part in record.contributions}
+            published = set() if record.update is None else {record.update.ref.key}
+            return published | {part.ref.key for part in record.contributions}
     return offered_payloads(log.rounds, round, keys)
 
 
