@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from test_rendezvous import LEASE, World, delta, offer, same
+from test_rendezvous import LEASE, SPEC, START, World, delta, offer, same
 
-from composer_nb.diloco.records import Record, RunConfig, decode_record
+from composer_nb.diloco.records import Record, RendezvousError, RunConfig, decode_record
+from composer_nb.diloco.rendezvous import Rendezvous
+from composer_nb.diloco.replica import Exchange, take_over
 from composer_nb.diloco.run_log import Behind, Diverged, LostPayload
+from composer_nb.diloco.sync_thread import AppliedRound, Contribution, sync_turn, take_next_round
 from composer_nb.diloco.update import close_with, read_update
+from composer_nb.drills.broken_runs import DAMAGE, LOSES_A_ROUND
 
 ROOT = Path(__file__).parents[1]
 
@@ -272,3 +277,126 @@ def test_a_replica_downloads_one_average_however_many_there_are(world, n):
     seats[-1].bucket.get = lambda key: (read.append(key), get(key))[1]
     record = world.round(*seats)
     assert [key for key in read if key.startswith("payload/")] == [record.update.ref.key]
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGE))
+def test_damage_kills_nobody_who_lives(world, kind):
+    """Rank 0 has applied round 5, the others have not when the damage comes. A newcomer joins afterwards."""
+    seats = [world.enter(rank) for rank in range(3)]
+    for _ in range(4):
+        world.round(*seats)
+    for rv in seats:
+        offer(rv, 5)
+    seats[0].apply(seats[0].poll(5))
+    world.look()
+    DAMAGE[kind](seats[0].log)
+    helped_by(world, *seats[:1])
+    for rv in seats[1:]:
+        rv.tick()
+        take_next_round(rv)
+    world.awake = seats
+    world.look()
+    for rv in seats:
+        rv.check()
+    helped_by(world, *seats)
+    newcomer = world.seat(3)
+    newcomer.join()
+    world.awake = seats = [*seats, newcomer]
+    world.look()
+    assert world.round(*seats).ranks == (0, 1, 2, 3)
+    assert len({(rv.state.round, rv.state.digest, rv.state.head) for rv in seats}) == 1
+    assert seats[0].state.round == 6
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGE))
+def test_a_whole_fleet_that_starts_again_goes_on_from_what_verifies(world, kind):
+    """All die after round 5, then the damage. At most the last round is lost, and that is said."""
+    seats = [world.enter(rank) for rank in range(3)]
+    states = [seats[0].state]
+    for _ in range(5):
+        world.round(*seats)
+        states.append(seats[0].state)
+    DAMAGE[kind](seats[0].log)
+    world.awake = []
+    world.sleep(2 * LEASE)
+    lost = int(kind in LOSES_A_ROUND)
+    again = []
+    for rank in range(3):
+        rv = world.seat(rank)
+        rv.join()
+        again.append(rv)
+        world.awake.append(rv)
+        world.look()
+        assert rv.state.round == 5 - lost and rv.state.digest == states[5 - lost].digest
+    assert [event["kind"] for event in again[0].events].count("rolled back") == lost
+    for _ in range(3):
+        number = again[0].state.round + 1
+        for rv in again:
+            offer(rv, number)
+        for rv in again:
+            rv.apply(rv.poll(number))
+        world.look()
+    assert len({(rv.state.round, rv.state.digest, rv.state.head) for rv in again}) == 1
+    assert same(world.enter(4).state, again[0].state)
+
+
+def test_what_all_live_replicas_lack_is_rolled_back_by_one_of_them(tmp_path):
+    """A closer commits round 4 and dies; its record is damaged before anybody has read it."""
+    seats = [Rendezvous(tmp_path, rank, run_id="run", spec=SPEC, lease_s=2.0, expected=3) for rank in range(3)]
+    for rv in seats:
+        rv.join()
+        rv.start(START)
+    for number in range(1, 4):
+        for rv in seats:
+            offer(rv, number)
+        for rv in seats:
+            rv.apply(rv.wait(number, 60))
+    for rv in seats:
+        offer(rv, 4)
+    seats[0].wait(4, 60)
+    seats[0].die()
+    for key in seats[0].log.rounds.record_keys(4):
+        seats[0].bucket.put(key, b"rubbish")
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(take_next_round, seats[1:]))
+    assert [applied.state.round for applied in found] == [3, 3]
+    with ThreadPoolExecutor() as pool:
+        records = list(pool.map(lambda rv: rv.wait(4, 60), seats[1:]))
+    assert records[0] == records[1] and seats[1].bucket.list("quarantine/")
+    for rv in seats[1:]:
+        rv.apply(records[0])
+        rv.leave()
+    assert same(seats[1].state, seats[2].state)
+
+
+def test_a_heartbeat_alone_is_written_again_and_a_run_that_has_gone_is_told(world):
+    one, two = world.enter(0), world.enter(1)
+    for key in one.bucket.list("members/"):
+        one.bucket.delete(key)
+    world.look()
+    assert len(one.bucket.list("members/")) == 2
+    world.look()
+    assert [member.alive for member in two.members()] == [True, True]
+    for key in one.bucket.list():
+        one.bucket.delete(key)
+    one.tick()
+    with pytest.raises(RendezvousError, match="the run has gone"):
+        one.check()
+
+
+def test_a_contribution_to_a_round_that_was_rolled_back_is_dropped(world):
+    """It would wait for ever: nobody offers to the rounds before it."""
+    rv = world.enter(0)
+    params = {name: torch.nn.Parameter(value.clone()) for name, value in START.items()}
+    own = Exchange(params, rv)
+    own.under_way = own.sync.waiting = Contribution(3, 10, 2, 100, 10, START, START, offered=True)
+    assert rv.state.round == 0
+    sync_turn(own.sync)
+    assert own.sync.waiting is None
+    take_over(own, AppliedRound(rv.state, None))
+    assert own.under_way is None
+    following = Contribution(1, 10, 0, 100, 10, START, delta(9, 9))
+    own.under_way = own.sync.waiting = following
+    take_over(own, AppliedRound(rv.state, None))
+    sync_turn(own.sync)
+    assert own.under_way is following and following.offered

@@ -648,7 +648,8 @@ def test_rubbish_in_the_bucket_harms_nobody(world):
     seats[0].bucket.put("snapshots/00000006.json", b"rubbish")
     seats[0].sweep()
     assert same(world.enter(2).state, seats[1].state)
-    seats[0].bucket.put("run.json", b"rubbish")
+    for key in ("run.json", "run.copy.json"):
+        seats[0].bucket.put(key, b"rubbish")
     with pytest.raises(RendezvousError, match="damaged"):
         world.seat(3).join()
 

@@ -13,7 +13,7 @@ from .store import KeyNotFound
 from .update import read_update
 
 # %% auto #0
-__all__ = ['replay', 'newest_state', 'newest_snapshot', 'fits_its_record']
+__all__ = ['replay', 'newest_state', 'newest_snapshot', 'fits_its_record', 'verified_state']
 
 # %% ../../nbs/scaling_out/16_history.ipynb #hist-replay
 def replay(log: RunLog, state: State) -> State:
@@ -68,3 +68,12 @@ def fits_its_record(log: RunLog, state: State) -> bool:
         record = log.record(state.round)
         return record is None or (record.digest, record.state) == (state.head, state.digest)
     return True
+
+# %% ../../nbs/scaling_out/16_history.ipynb #hist-verified
+def verified_state(log: RunLog) -> State:
+    "The state before the first record that cannot be replayed. Raises LostPayload without a whole snapshot."
+    state = newest_snapshot(log, log.snapshots.rounds())
+    with suppress(LostPayload):
+        while (record := log.record(state.round + 1)) is not None and record.previous == state.head:
+            state = log.step(state, record, read_update(log, record))
+    return state

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from .closing import ClosingRule, Patience, RendezvousOptions
-from .history import newest_state
-from .membership import Heartbeat, HeartbeatThread, Member, Membership
+from .history import newest_state, verified_state
+from composer_nb.diloco.membership import (
+    Heartbeat,
+    HeartbeatThread,
+    Member,
+    Membership,
+    heartbeat_key,
+)
 from .outer import OuterState
 from .payload import Spec, spec_of
 from .records import Record, RendezvousError, RunConfig, State, terms_of
@@ -28,15 +36,18 @@ from composer_nb.diloco.run_log import (
     agree_on_terms,
     check_previous,
     collect,
+    is_whole,
+    keys_by_round,
     sweep_log,
 )
-from .store import Bucket, BucketError, open_bucket
+from .store import Bucket, BucketError, KeyNotFound, open_bucket
 from .update import read_update
 
 # %% auto #0
 __all__ = ['Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots',
-           'help_others', 'ask_for_snapshot', 'state_beyond', 'catch_up', 'apply_record', 'state_after', 'Follower',
-           'RunMember', 'join_run', 'begin_run']
+           'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back', 'set_aside',
+           'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after', 'Follower', 'RunMember',
+           'join_run', 'begin_run']
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #e49e1f50
 class Participant:
@@ -160,37 +171,106 @@ def help_others(own: Participant) -> None:
     wanted = [
         member.needs for member in others if member.needs is not None and member.needs <= own.state.round
     ]
-    if wanted and own.log.snapshots.newest() < max(wanted):
+    late = [round for round in own.log.snapshots.rounds() if round >= max(wanted)] if wanted else []
+    if wanted and not any(is_whole(own.log.snapshots, round) for round in late):
         write_snapshot(own)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #8474c30f
 def ask_for_snapshot(own: Participant, lost: LostPayload) -> State:
-    "The state of somebody who could read what we cannot; waits for up to two leases. Raises LostPayload."
-    clock, begun = own.options.clock, own.options.clock()
+    """The state of somebody who could read what we cannot. Where nobody alive has it, the run is rolled back
+    after two leases, by the lowest of those who ask. Raises LostPayload after four."""
+    clock, begun, marks = own.options.clock, own.options.clock(), set(own.bucket.list("rolled-back/"))
     own.needs = lost.round
     note(own, "diverged" if isinstance(lost, Diverged) else "lost payload", error=str(lost))
     warnings.warn(f"rank {own.rank}: {lost}", RuntimeWarning, stacklevel=2)
     try:
-        while clock() - begun < 2 * own.lease_s:
+        while (waited := clock() - begun) < 4 * own.lease_s:
             own.thread.tick()
-            if own.patience.until(own.log.snapshots.newest) >= lost.round:
-                return own.patience.until(lambda: newest_state(own.log))
+            if (found := own.patience.until(lambda: state_of_others(own, lost, marks))) is not None:
+                return found
+            if waited >= 2 * own.lease_s and may_roll_back(own):
+                return own.patience.until(lambda: roll_back(own, lost))
             own.options.sleep(own.lease_s / 8)
     finally:
         own.needs = None
-    said = f"{lost}; no replica that has applied round {lost.round} wrote a snapshot within two leases"
+    said = f"{lost}; no replica that has applied round {lost.round} wrote a snapshot within four leases"
     raise LostPayload(said, lost.round) from lost
+
+
+def state_of_others(own: Participant, lost: LostPayload, marks: set[str]) -> State | None:
+    "A state from a later snapshot, or the one to which somebody rolled back; None while there is neither."
+    if own.state.params is not None:
+        help_others(own)
+    rolled_back = set(own.bucket.list("rolled-back/")) - marks
+    with suppress(LostPayload):
+        if rolled_back or own.log.snapshots.newest() >= lost.round:
+            found = newest_state(own.log)
+            return found if rolled_back or (found and found.round >= lost.round) else None
+    return None
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-rollback
+def may_roll_back(own: Participant) -> bool:
+    "Whether everybody who lives lacks the same, and this is the lowest rank of them."
+    here = [member for member in own.membership.members() if member.alive and member.rank != own.rank]
+    asking = [member for member in here if member.needs is not None]
+    idle = all(member.needs is not None or member.phase == "joining" for member in here)
+    ahead = any(member.round > own.state.round for member in here)
+    return idle and not ahead and own.rank < min((member.rank for member in asking), default=own.rank + 1)
+
+
+def roll_back(own: Participant, lost: LostPayload) -> State:
+    "To the newest state that verifies, ours or the bucket's; all beyond it is set aside. Raises LostPayload."
+    state = own.state
+    with suppress(LostPayload):
+        found = verified_state(own.log)
+        state = found if state.params is None or found.round > state.round else state
+    if state.params is None:
+        raise LostPayload(f"{lost}; and no snapshot is whole: begin another run_id", lost.round) from lost
+    set_aside(own, state.round)
+    own.state, own.held, own.closed = state, {}, None
+    write_snapshot(own)
+    own.bucket.put_if_absent(f"rolled-back/{state.round:08d}-{uuid.uuid4().hex}", str(lost).encode())
+    note(own, "rolled back", error=str(lost))
+    said = f"rank {own.rank}: rolled the run back to round {state.round}, the newest state that verifies"
+    warnings.warn(f"{said} ({lost})", RuntimeWarning, stacklevel=2)
+    return state
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-set-aside
+def set_aside(own: Participant, round: int) -> None:
+    """Records beyond `round` go to quarantine; offers to later rounds than the next one, snapshots, and what
+    the dead say of later rounds are removed."""
+    for number, keys in keys_by_round(own.log.rounds).items():
+        for key in keys if number > round else ():
+            if key in own.log.rounds.record_keys(number):
+                with suppress(KeyNotFound):
+                    own.bucket.move(key, f"quarantine/{uuid.uuid4().hex}/{key}")
+            elif number > round + 1:
+                own.bucket.delete(key)
+    for number in own.log.snapshots.rounds():
+        if number > round or not is_whole(own.log.snapshots, number):
+            own.bucket.delete(own.log.snapshots.key(number))
+    for member in own.membership.members():
+        if not member.alive and member.round > round:
+            own.bucket.delete(heartbeat_key(member.rank, member.generation))
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-missing
 def state_beyond(own: Participant, found: State) -> State:
     """`found`, or where nothing new was found though others are ahead, a snapshot of theirs. Raises
     LostPayload."""
-    others = ahead_of(own, found.round + 1)
-    if found.round > own.state.round or not others:
+    who = [f"rank {member.rank} at round {member.round}" for member in ahead_of(own, found.round + 1)]
+    joins, before = own.state.params is None, own.heartbeat.before
+    if joins and before > found.round and not was_rolled_back(own, before):
+        who.append(f"a former process of rank {own.rank} at round {before}")
+    new = found.round > own.state.round and not joins
+    if not who or new or own.log.rounds.look(found.round + 1)[0]:
         return found
-    who = ", ".join(f"rank {member.rank} at round {member.round}" for member in others)
-    missing = f"the record of round {found.round + 1} and its copy are gone ({who})"
+    missing = f"the record of round {found.round + 1} and its copy are gone ({', '.join(who)})"
     return ask_for_snapshot(own, LostPayload(missing, found.round + 1))
+
+
+def was_rolled_back(own: Participant, round: int) -> bool:
+    "Whether the run was rolled back to a state before `round`."
+    return any(int(key.split("/")[1][:8]) < round for key in own.bucket.list("rolled-back/"))
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-catch-up
 def catch_up(own: Participant) -> State:

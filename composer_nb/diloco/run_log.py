@@ -36,9 +36,10 @@ from composer_nb.diloco.records import (
 from .store import Bucket, KeyNotFound
 
 # %% auto #0
-__all__ = ['RUN_GONE', 'Sent', 'Behind', 'LostPayload', 'Diverged', 'json_mapping', 'agree_on_terms', 'RoundKeys', 'Rounds',
-           'read_record', 'check_previous', 'Payloads', 'checked_tensors', 'Snapshots', 'RunLog', 'collect',
-           'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log', 'lowest_needed', 'snapshot_payloads']
+__all__ = ['RUN_GONE', 'TERMS', 'Sent', 'Behind', 'LostPayload', 'Diverged', 'json_mapping', 'agree_on_terms', 'read_terms',
+           'RoundKeys', 'Rounds', 'read_record', 'check_previous', 'Payloads', 'checked_tensors', 'Snapshots',
+           'is_whole', 'RunLog', 'collect', 'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log',
+           'lowest_needed', 'snapshot_payloads']
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #0029892f
 class Behind(RendezvousError):
@@ -83,13 +84,34 @@ def json_mapping(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #3cd61eef
+TERMS = ("run.json", "run.copy.json")
+
+
 def agree_on_terms(bucket: Bucket, terms: Mapping[str, Any], world_size: int | None) -> None:
-    "Write run.json or compare with it. Raises Mismatch, and RendezvousError for a damaged one."
-    bucket.put_if_absent("run.json", json.dumps(dict(terms) | {"world_size": world_size}).encode())
-    found = json_mapping(bucket.get("run.json"))
-    if not found:
-        raise RendezvousError("run.json is damaged; use another run_id")
-    compare_terms(terms, {name: value for name, value in found.items() if name != "world_size"})
+    "Write the terms or compare with those there. Raises Mismatch, and RendezvousError for damaged ones."
+    mine = encode_record("terms", 0, "", dict(terms) | {"world_size": world_size})
+    if read_terms(bucket, TERMS[1]) is None:
+        bucket.put_if_absent(TERMS[0], mine)
+    found = {key: read_terms(bucket, key) for key in TERMS}
+    whole = next((data for data in found.values() if data is not None), None)
+    if whole is None:
+        raise RendezvousError("run.json is damaged, and its copy too; use another run_id")
+    theirs = json_mapping(whole)
+    besides = {"world_size", "kind", "round", "previous", "seal"}
+    compare_terms(terms, {name: value for name, value in theirs.items() if name not in besides})
+    for key in (key for key, data in found.items() if data is None):
+        bucket.put(key, whole)
+
+
+def read_terms(bucket: Bucket, key: str) -> bytes | None:
+    "The bytes of terms that are whole, or without a seal, as earlier formats had them."
+    with suppress(KeyNotFound, ValueError):
+        data = bucket.get(key)
+        plain = json_mapping(data)
+        if not plain or "seal" in plain:
+            decode_record("terms", data, dict)
+        return data
+    return None
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #f80cfcee
 class RoundKeys:
@@ -186,9 +208,7 @@ class Payloads:
     def __init__(self, bucket: Bucket, spec: Spec, config: RunConfig) -> None:
         self.bucket, self.spec, self.config = bucket, spec, config
 
-    def fetch(
-        self, offer: Offer | Update, names: Collection[str], kind: str | None = None
-    ) -> dict[str, Tensor]:
+    def fetch(self, offer: Offer | Update, names: Collection[str], kind: str | None) -> dict[str, Tensor]:
         """The tensors of an offer or an update for a fragment of these names, compressed with `kind`. Raises
         DamagedPayload or KeyNotFound."""
         digest = offer.ref.sha256
@@ -285,13 +305,13 @@ class Snapshots:
         ref = write_payload(self.bucket, state.to_tensors(), metadata)
         content = {"ref": ref.to_dict(), "state": state.digest}
         found = encode_record("snapshot", state.round, state.head, content)
-        if self.bucket.put_if_absent(self.key(state.round), found) and not self.bucket.exists(ref.key):
-            # we were stopped for long, and it was swept
-            write_payload(self.bucket, state.to_tensors(), metadata)
+        if not self.bucket.put_if_absent(self.key(state.round), found) and not is_whole(self, state.round):
+            self.bucket.put(self.key(state.round), found)
+        if not self.bucket.exists(ref.key) and self.pointer(state.round)[1] == ref:
+            write_payload(self.bucket, state.to_tensors(), metadata)  # it was swept while we were stopped
 
     def pointer(self, round: int) -> tuple[str, PayloadRef, str]:
-        """Digest of its last record, where its tensors are, digest of the state. Raises KeyNotFound, and
-        ValueError for a damaged one."""
+        "Digest of its last record, where its tensors are, that of the state. Raises KeyNotFound, ValueError."
         return decode_record("snapshot", self.bucket.get(self.key(round)), partial(_pointed_to, round))
 
     def read(self, round: int) -> State:
@@ -299,6 +319,13 @@ class Snapshots:
         head, ref, digest = self.pointer(round)
         state = State.from_tensors(round, head, self.payloads.read(ref))
         return _with_digest(state, digest)
+
+# %% ../../nbs/scaling_out/16_run_log.ipynb #log-whole
+def is_whole(snapshots: Snapshots, round: int) -> bool:
+    "Whether the pointer of a snapshot can be read and its payload is there."
+    with suppress(KeyNotFound, ValueError):
+        return snapshots.bucket.exists(snapshots.pointer(round)[1].key)
+    return False
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #log-pointer
 def _pointed_to(round: int, found: Mapping[str, Any]) -> tuple[str, PayloadRef, str]:

@@ -174,8 +174,8 @@ def run_sync(sync: SyncThread) -> None:
 def sync_turn(sync: SyncThread) -> bool:
     "One look at the open round; whether it has closed."
     part = sync.waiting
-    if part is not None and part.round <= sync.rendezvous.state.round:
-        part = sync.waiting = None  # its round closed before it could be offered
+    if part is not None and part.round != sync.rendezvous.state.round + 1:
+        part = sync.waiting = None  # its round closed before it could be offered, or was rolled back
     if part is not None and not part.offered:
         offer_contribution(sync.rendezvous, part, sync.options)
     if (applied := take_next_round(sync.rendezvous)) is None:
