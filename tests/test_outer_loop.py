@@ -135,6 +135,7 @@ def test_blocking_equals_the_formula_to_the_bit(tmp_path, n_fragments):
                 weighted_average(deltas, {r: float((7 + 5 * r) * walked[due]) for r in (0, 1)}),
                 states[due],
                 OuterConfig(),
+                rounding="each",
             )
             theta |= moved
             walked[due] = 0

@@ -21,8 +21,8 @@ from .run_log import RUN_GONE, json_mapping
 from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
-__all__ = ['Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'Heartbeat', 'outlive',
-           'Membership', 'HeartbeatThread']
+__all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'round_of',
+           'Heartbeat', 'outlive', 'Membership', 'HeartbeatThread']
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #e139d5cc
 class Watch:
@@ -71,6 +71,9 @@ class Member:
     needs: int | None = None
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #79593f46
+Status = Callable[[], dict[str, Any]]
+
+
 def heartbeat_key(rank: int, generation: int) -> str:
     "Where in the bucket a member tells that it is alive; a restarted rank has the next generation."
     return f"members/{rank:05d}/{generation:08d}.json"
@@ -96,17 +99,22 @@ def read_heartbeat(bucket: Bucket, rank: int, generation: int) -> dict[str, Any]
         else None
     )
 
+
+def round_of(bucket: Bucket, rank: int, generation: int | None) -> int:
+    "The round at which a process stood when it wrote last; -1 where that is not known."
+    body = None if generation is None else read_heartbeat(bucket, rank, generation)
+    return -1 if body is None else body["round"]
+
 # %% ../../nbs/scaling_out/17_membership.ipynb #8376cd14
 class Heartbeat:
     """What one process writes about itself, under one generation of its rank. `status` says round, step,
-    phase and needs."""
+    phase and needs; `before` is the round at which the last process of this rank stood."""
 
     def __init__(
-        self, bucket: Bucket, rank: int, lease_s: float, status: Callable[[], dict[str, Any]], sleep:
-        Callable[[float], None]
+        self, bucket: Bucket, rank: int, lease_s: float, status: Status, sleep: Callable[[float], None]
     ) -> None:
         self.bucket, self.rank, self.lease_s, self.status, self.sleep = bucket, rank, lease_s, status, sleep
-        self.generation, self.counter, self.nonce = -1, 0, uuid.uuid4().hex
+        self.generation, self.counter, self.nonce, self.before = -1, 0, uuid.uuid4().hex, -1
 
     def take_rank(self, replace: bool) -> None:
         "Take the next generation of the rank. Raises DuplicateRank."
@@ -116,7 +124,7 @@ class Heartbeat:
                 outlive(self.bucket, self.rank, newest, self.lease_s, self.sleep)
             generation, replace = 0 if newest is None else newest + 1, False
             if self.bucket.put_if_absent(heartbeat_key(self.rank, generation), self._body(generation)):
-                self.generation = generation
+                self.generation, self.before = generation, round_of(self.bucket, self.rank, newest)
                 return
 
     def beat(self) -> None:
@@ -124,11 +132,13 @@ class Heartbeat:
         self.bucket.put(heartbeat_key(self.rank, self.generation), self._body(self.generation))
 
     def check(self, generations: Mapping[int, int]) -> None:
-        """Raises DuplicateRank when the rank has passed to a newer generation, RendezvousError when our own
-        has gone."""
+        """Raises DuplicateRank when the rank has passed to a newer generation, RendezvousError when the run
+        has gone. Our own file is written again where it alone has gone."""
         own = heartbeat_key(self.rank, self.generation)
         if self.rank not in generations and not self.bucket.exists(own):
-            raise RendezvousError(RUN_GONE)
+            if not self.bucket.list("snapshots/") and not self.bucket.exists("run.json"):
+                raise RendezvousError(RUN_GONE)
+            self.bucket.put_if_absent(own, self._body(self.generation))
         if (newest := generations.get(self.rank, -1)) > self.generation:
             raise DuplicateRank(f"rank {self.rank} was taken over by generation {newest} while this one "
                                 f"({self.generation}) was silent; stop this process")

@@ -245,17 +245,21 @@ class OuterState:
 
 # %% ../../nbs/scaling_out/01_outer.ipynb #f46cd90f
 def outer_step(
-    params: Fragment, pseudo_grad: Fragment, state: OuterState, config: OuterConfig, *, scale: float = 1.0
+    params: Fragment, pseudo_grad: Fragment, state: OuterState, config: OuterConfig, *, scale: float = 1.0,
+    rounding: Literal["fused", "each"] = "fused",
 ) -> tuple[dict[str, Tensor], OuterState]:
     """One step of the outer optimizer on a fragment; new parameters and new state, the arguments stay as they
     are.
 
     `pseudo_grad` is start minus end. `scale` multiplies it before it enters any buffer, see `age_weight`.
-    Bit-equal to `torch.optim.SGD` and `torch.optim.Adam` on the CPU. Raises ValueError for 16-bit parameters,
-    NaN or infinity, other names or shapes, and for a state that belongs to another method or fragment.
-    Source: DiLoCo (2311.08105); Delayed Nesterov (2401.09135).
+    With `rounding="fused"` bit-equal to `torch.optim.SGD` and `torch.optim.Adam` on the CPU it runs on; with
+    `"each"` every operation is rounded once, which gives the same bits on every CPU. Raises ValueError for
+    16-bit parameters, NaN or infinity, other names or shapes, and for a state that belongs to another method
+    or fragment. Source: DiLoCo (2311.08105); Delayed Nesterov (2401.09135).
     """
     _check_step(params, pseudo_grad, state, config, scale)
+    if rounding not in ("fused", "each"):
+        raise ValueError(f"rounding is {rounding!r}: 'fused' or 'each'")
     rule, kinds = _RULES[config.method], BUFFERS[config.method]
     moved: dict[str, Tensor] = {}
     buffers: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -263,7 +267,7 @@ def outer_step(
         grad = pseudo_grad[name].detach().to(theta)
         grad = grad if scale == 1 else grad * scale
         old = [state.buffers[kind][name] if state.buffers else torch.zeros_like(theta) for kind in kinds]
-        moved[name], *new = rule(theta.detach(), grad, old, state.step, config)
+        moved[name], *new = rule(theta.detach(), grad, old, state.step, config, rounding == "fused")
         for kind, value in zip(kinds, new, strict=True):
             buffers[kind][name] = value
     return moved, OuterState(state.step + 1, buffers)
@@ -293,36 +297,54 @@ Buffers = Sequence[Tensor]
 Moved = tuple[Tensor, ...]  # the parameter, then its buffers
 
 
-def _sgd(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig) -> Moved:
-    return (theta.add(grad, alpha=-config.lr),)
+def _plus(values: Tensor, more: Tensor, factor: float, fused: bool) -> Tensor:
+    "`values + factor * more`, rounded once where the CPU can and `fused` allows, else after each operation."
+    return values.add(more, alpha=factor) if fused else values.add(more.mul(factor))
 
 
-def _momentum(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig) -> Moved:
+def _sgd(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig, fused: bool) -> Moved:
+    return (_plus(theta, grad, -config.lr, fused),)
+
+
+def _momentum(
+    theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig, fused: bool
+) -> Moved:
     momentum = old[0].mul(config.momentum).add(grad)
-    return theta.add(momentum, alpha=-config.lr), momentum
+    return _plus(theta, momentum, -config.lr, fused), momentum
 
 
-def _nesterov(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig) -> Moved:
+def _nesterov(
+    theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig, fused: bool
+) -> Moved:
     momentum = old[0].mul(config.momentum).add(grad)
-    return theta.add(grad.add(momentum, alpha=config.momentum), alpha=-config.lr), momentum
+    return _plus(theta, _plus(grad, momentum, config.momentum, fused), -config.lr, fused), momentum
 
-
-def _delayed_nesterov(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig) -> Moved:
+# %% ../../nbs/scaling_out/01_outer.ipynb #outer-rules
+def _delayed_nesterov(
+    theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig, fused: bool
+) -> Moved:
     momentum, total, n, c = old[0], old[1].add(grad), config.period, config.activation
     share = c
     if (step + 1) % n == 0:
         momentum, share = momentum.mul(config.momentum).add(total.div(n)), 1 - c * n + c
         total = torch.zeros_like(total)
-    update = grad.div(n).add(momentum, alpha=share * config.momentum)
-    return theta.add(update, alpha=-config.lr), momentum, total
+    update = _plus(grad.div(n), momentum, share * config.momentum, fused)
+    return _plus(theta, update, -config.lr, fused), momentum, total
 
 
-def _adam(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig) -> Moved:
-    momentum = old[0].lerp(grad, 1 - config.momentum)
-    variance = old[1].mul(config.beta2).addcmul(grad, grad, value=1 - config.beta2)
-    correct1, correct2 = 1 - config.momentum ** (step + 1), 1 - config.beta2 ** (step + 1)
+def _adam(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterConfig, fused: bool) -> Moved:
+    b1, b2 = config.momentum, config.beta2
+    correct1, correct2 = 1 - b1 ** (step + 1), 1 - b2 ** (step + 1)
+    if fused:
+        momentum = old[0].lerp(grad, 1 - b1)
+        variance = old[1].mul(b2).addcmul(grad, grad, value=1 - b2)
+    else:
+        momentum = old[0].mul(b1).add(grad.mul(1 - b1))
+        variance = old[1].mul(b2).add(grad.mul(grad).mul(1 - b2))
     root = (variance.sqrt() / correct2**0.5).add(config.eps)
-    return theta.addcdiv(momentum, root, value=-config.lr / correct1), momentum, variance
+    if fused:
+        return theta.addcdiv(momentum, root, value=-config.lr / correct1), momentum, variance
+    return _plus(theta, momentum.div(root), -config.lr / correct1, fused), momentum, variance
 
 
 _RULES: dict[str, Callable[..., Moved]] = {"sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov,

@@ -7,32 +7,47 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
+import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from .closing import ClosingRule, Patience, RendezvousOptions
-from .membership import Heartbeat, HeartbeatThread, Member, Membership
+from .history import newest_state, verified_state
+from composer_nb.diloco.membership import (
+    Heartbeat,
+    HeartbeatThread,
+    Member,
+    Membership,
+    heartbeat_key,
+)
 from .outer import OuterState
 from .payload import Spec, spec_of
 from .records import Record, RendezvousError, RunConfig, State, terms_of
 from composer_nb.diloco.run_log import (
+    Diverged,
     LostPayload,
     RunLog,
     agree_on_terms,
     check_previous,
     collect,
-    newest_state,
+    is_whole,
+    keys_by_round,
     sweep_log,
 )
-from .store import Bucket, BucketError, open_bucket
+from .store import Bucket, BucketError, KeyNotFound, open_bucket
+from .update import read_update
 
 # %% auto #0
-__all__ = ['Participant', 'live_ranks', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots', 'help_others',
-           'ask_for_snapshot', 'apply_record', 'Follower', 'RunMember', 'join_run', 'begin_run']
+__all__ = ['Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots',
+           'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back', 'set_aside',
+           'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after', 'Follower', 'RunMember',
+           'join_run', 'begin_run']
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #e49e1f50
 class Participant:
@@ -56,6 +71,7 @@ class Participant:
         self.patience, self.rule = Patience(options), ClosingRule(rank, options)
         self.lock, self.held, self.orphans = threading.RLock(), {}, {}  # held: payloads by hash
         self.needs, self.newest_snapshot = None, -1  # needs: a round whose payload cannot be read here
+        self.closed: State | None = None  # where the round leads that was closed here, until it is applied
 
     @property
     def author(self) -> str:
@@ -88,6 +104,11 @@ def _check_place(rank: int, spec: Spec) -> None:
 def live_ranks(own: Participant) -> list[int]:
     "Members that are in the run and alive, as this participant sees it."
     return [member.rank for member in own.membership.members() if member.alive and member.phase == "in"]
+
+
+def ahead_of(own: Participant, round: int) -> list[Member]:
+    "Members, alive or not, that have applied this round: it has a record, whether or not we can see it."
+    return [member for member in own.membership.members() if member.round >= round]
 
 
 def note(own: Participant, kind: str, **more: Any) -> None:
@@ -150,25 +171,118 @@ def help_others(own: Participant) -> None:
     wanted = [
         member.needs for member in others if member.needs is not None and member.needs <= own.state.round
     ]
-    if wanted and own.log.snapshots.newest() < max(wanted):
+    late = [round for round in own.log.snapshots.rounds() if round >= max(wanted)] if wanted else []
+    if wanted and not any(is_whole(own.log.snapshots, round) for round in late):
         write_snapshot(own)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #8474c30f
 def ask_for_snapshot(own: Participant, lost: LostPayload) -> State:
-    "The state of somebody who could read what we cannot; waits for up to two leases. Raises LostPayload."
-    clock, begun = own.options.clock, own.options.clock()
+    """The state of somebody who could read what we cannot. Where nobody alive has it, the run is rolled back
+    after two leases, by the lowest of those who ask. Raises LostPayload after four."""
+    clock, begun, marks = own.options.clock, own.options.clock(), set(own.bucket.list("rolled-back/"))
     own.needs = lost.round
-    note(own, "lost payload", error=str(lost))
+    note(own, "diverged" if isinstance(lost, Diverged) else "lost payload", error=str(lost))
+    warnings.warn(f"rank {own.rank}: {lost}", RuntimeWarning, stacklevel=2)
     try:
-        while clock() - begun < 2 * own.lease_s:
+        while (waited := clock() - begun) < 4 * own.lease_s:
             own.thread.tick()
-            if own.patience.until(own.log.snapshots.newest) >= lost.round:
-                return own.patience.until(lambda: newest_state(own.log))
+            if (found := own.patience.until(lambda: state_of_others(own, lost, marks))) is not None:
+                return found
+            if waited >= 2 * own.lease_s and may_roll_back(own):
+                return own.patience.until(lambda: roll_back(own, lost))
             own.options.sleep(own.lease_s / 8)
     finally:
         own.needs = None
-    said = f"{lost}; no replica that has applied round {lost.round} wrote a snapshot within two leases"
+    said = f"{lost}; no replica that has applied round {lost.round} wrote a snapshot within four leases"
     raise LostPayload(said, lost.round) from lost
+
+
+def state_of_others(own: Participant, lost: LostPayload, marks: set[str]) -> State | None:
+    "A state from a later snapshot, or the one to which somebody rolled back; None while there is neither."
+    if own.state.params is not None:
+        help_others(own)
+    rolled_back = set(own.bucket.list("rolled-back/")) - marks
+    with suppress(LostPayload):
+        if rolled_back or own.log.snapshots.newest() >= lost.round:
+            found = newest_state(own.log)
+            return found if rolled_back or (found and found.round >= lost.round) else None
+    return None
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-rollback
+def may_roll_back(own: Participant) -> bool:
+    "Whether everybody who lives lacks the same, and this is the lowest rank of them."
+    here = [member for member in own.membership.members() if member.alive and member.rank != own.rank]
+    asking = [member for member in here if member.needs is not None]
+    idle = all(member.needs is not None or member.phase == "joining" for member in here)
+    ahead = any(member.round > own.state.round for member in here)
+    return idle and not ahead and own.rank < min((member.rank for member in asking), default=own.rank + 1)
+
+
+def roll_back(own: Participant, lost: LostPayload) -> State:
+    "To the newest state that verifies, ours or the bucket's; all beyond it is set aside. Raises LostPayload."
+    state = own.state
+    with suppress(LostPayload):
+        found = verified_state(own.log)
+        state = found if state.params is None or found.round > state.round else state
+    if state.params is None:
+        raise LostPayload(f"{lost}; and no snapshot is whole: begin another run_id", lost.round) from lost
+    set_aside(own, state.round)
+    own.state, own.held, own.closed = state, {}, None
+    write_snapshot(own)
+    own.bucket.put_if_absent(f"rolled-back/{state.round:08d}-{uuid.uuid4().hex}", str(lost).encode())
+    note(own, "rolled back", error=str(lost))
+    said = f"rank {own.rank}: rolled the run back to round {state.round}, the newest state that verifies"
+    warnings.warn(f"{said} ({lost})", RuntimeWarning, stacklevel=2)
+    return state
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-set-aside
+def set_aside(own: Participant, round: int) -> None:
+    """Records beyond `round` go to quarantine; offers to later rounds than the next one, snapshots, and what
+    the dead say of later rounds are removed."""
+    for number, keys in keys_by_round(own.log.rounds).items():
+        for key in keys if number > round else ():
+            if key in own.log.rounds.record_keys(number):
+                with suppress(KeyNotFound):
+                    own.bucket.move(key, f"quarantine/{uuid.uuid4().hex}/{key}")
+            elif number > round + 1:
+                own.bucket.delete(key)
+    for number in own.log.snapshots.rounds():
+        if number > round or not is_whole(own.log.snapshots, number):
+            own.bucket.delete(own.log.snapshots.key(number))
+    for member in own.membership.members():
+        if not member.alive and member.round > round:
+            own.bucket.delete(heartbeat_key(member.rank, member.generation))
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-missing
+def state_beyond(own: Participant, found: State) -> State:
+    """`found`, or where nothing new was found though others are ahead, a snapshot of theirs. Raises
+    LostPayload."""
+    who = [f"rank {member.rank} at round {member.round}" for member in ahead_of(own, found.round + 1)]
+    joins, before = own.state.params is None, own.heartbeat.before
+    if joins and before > found.round and not was_rolled_back(own, before):
+        who.append(f"a former process of rank {own.rank} at round {before}")
+    new = found.round > own.state.round and not joins
+    if not who or new or own.log.rounds.look(found.round + 1)[0]:
+        return found
+    missing = f"the record of round {found.round + 1} and its copy are gone ({', '.join(who)})"
+    return ask_for_snapshot(own, LostPayload(missing, found.round + 1))
+
+
+def was_rolled_back(own: Participant, round: int) -> bool:
+    "Whether the run was rolled back to a state before `round`."
+    return any(int(key.split("/")[1][:8]) < round for key in own.bucket.list("rolled-back/"))
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #part-catch-up
+def catch_up(own: Participant) -> State:
+    "Load the newest state there is; for `Follower.catch_up`."
+    try:
+        found = own.patience.until(lambda: newest_state(own.log))
+        found = found and state_beyond(own, found)
+    except LostPayload as lost:
+        found = ask_for_snapshot(own, lost)
+    if found is not None and found.round >= own.state.round:
+        own.state, own.held, own.closed = found, {}, None
+    return own.state
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #5c5bfda8
 def apply_record(own: Participant, record: Record) -> State:
@@ -180,16 +294,23 @@ def apply_record(own: Participant, record: Record) -> State:
         raise ValueError(said)
     check_previous(record, own.state.head, f"record {record.round}", "call catch_up()")
     try:
-        parts = own.patience.until(lambda: collect(own.log, record, own.held))
-        own.state = own.log.step(own.state, record, parts)
+        own.state = state_after(own, record)
     except LostPayload as lost:
         own.state = ask_for_snapshot(own, lost)
-    own.held = {}
+    own.held, own.closed = {}, None
     own.rule.forget(own.state.round)
     note(own, "apply", closer=record.closer, ranks=list(record.ranks))
     if record.closer == own.rank and own.state.round == record.round:
         keep_snapshots(own)
     return own.state
+
+
+def state_after(own: Participant, record: Record) -> State:
+    "The step of a record; taken already where it was closed here. Raises LostPayload, Diverged."
+    if own.closed is not None and own.closed.head == record.digest:
+        return own.closed
+    average = own.patience.until(lambda: read_update(own.log, record))
+    return own.log.step(own.state, record, average)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #89d1fa5c
 class Follower(Observer):
@@ -211,12 +332,12 @@ class Follower(Observer):
         return any((part.rank, part.generation) == mine for part in record.contributions)
 
     def apply(self, record: Record) -> State:
-        """Average, take the outer step, and return the new state, which is also kept. Writes a snapshot and
-        sweeps where that is due.
+        """Read the average, take the outer step, and return the new state, which is also kept. Writes a
+        snapshot and sweeps where that is due.
 
-        Where a payload was lost after the commit, a replica that has it is asked for a snapshot, for up to
-        two leases; the state is then at least that of the record. Raises ValueError for a record out of
-        order, Behind, LostPayload, BucketError.
+        Where a payload was lost after the commit, or the state that comes out is not the one that the record
+        says, a replica that has it is asked for a snapshot, for up to two leases; the state is then at least
+        that of the record. Raises ValueError for a record out of order, Behind, LostPayload, BucketError.
         """
         with self.lock:
             self.require_in()
@@ -225,13 +346,7 @@ class Follower(Observer):
     def catch_up(self) -> State:
         "Load the newest state there is, and keep it. For a replica that was away for long."
         with self.lock:
-            try:
-                found = self.latest()
-            except LostPayload as lost:
-                found = ask_for_snapshot(self, lost)
-            if found is not None and found.round >= self.state.round:
-                self.state, self.held = found, {}
-            return self.state
+            return catch_up(self)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #5c1c75e1
 class RunMember(Follower):

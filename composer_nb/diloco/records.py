@@ -9,9 +9,11 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from composer_nb.diloco.outer import (
@@ -26,8 +28,9 @@ from .payload import PayloadRef, Spec
 _Built = TypeVar("_Built")
 
 # %% auto #0
-__all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'encode_record',
-           'decode_record', 'record_digest', 'Record', 'Linked', 'chained', 'State', 'advance']
+__all__ = ['RunConfig', 'RendezvousError', 'Mismatch', 'plain_spec', 'terms_of', 'compare_terms', 'Offer', 'Update',
+           'encode_record', 'decode_record', 'record_digest', 'Record', 'Linked', 'chained', 'tensor_digest',
+           'joint_digest', 'State', 'averaged', 'advance', 'with_state']
 
 # %% ../../nbs/scaling_out/15_records.ipynb #94c96843
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Mismatch(RendezvousError):
         return type(self), (self.field, self.ours, self.theirs, self.remedy)
 
 # %% ../../nbs/scaling_out/15_records.ipynb #e257b962
-_FORMAT = 2
+_FORMAT = 3
 _REMEDIES = {
     "format": "use a release of composer_nb that writes this format, or another run_id",
     "code": "install the same version of composer_nb on every replica, or use another run_id",
@@ -144,21 +147,49 @@ class Offer:
         except (KeyError, TypeError) as error:
             raise ValueError(f"no offer: {type(error).__name__} {error}") from error
 
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-update
+@dataclass(frozen=True)
+class Update:
+    "The average that a round applies: where it lies, what belongs to its compression, and who wrote it."
+
+    ref: PayloadRef
+    meta: Mapping[str, Any] | None
+    author: str
+
+    def to_dict(self) -> dict[str, Any]:
+        "Plain values for JSON."
+        return {"ref": self.ref.to_dict(), "meta": self.meta, "author": self.author}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Update:
+        "Raises ValueError for a mapping that is not one of `to_dict`."
+        try:
+            meta, author = found["meta"], found["author"]
+            if not isinstance(meta, dict | None) or not isinstance(author, str):
+                raise ValueError(f"no update: meta is {type(meta).__name__}, author {author!r:.40}")
+            return cls(PayloadRef.from_dict(found["ref"]), meta, author)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no update: {type(error).__name__} {error}") from error
+
 # %% ../../nbs/scaling_out/15_records.ipynb #rec-codec
 def encode_record(kind: str, round: int, previous: str, content: Mapping[str, Any]) -> bytes:
-    "A record as bytes: JSON with sorted keys, so that equal records have equal digests."
+    "A record as bytes: JSON with sorted keys and a seal, so that equal records have equal digests."
     common = {"kind": kind, "round": round, "previous": previous}
-    return json.dumps(dict(content) | common, sort_keys=True).encode()
+    whole = dict(content) | common
+    return _sorted_json(whole | {"seal": record_digest(_sorted_json(whole))})
 
 
 def decode_record(kind: str, data: bytes, build: Callable[[dict[str, Any]], _Built]) -> _Built:
-    "What `build` makes of the fields. Raises ValueError for bytes that are no record of this kind."
+    "What `build` makes of the fields. Raises ValueError for bytes that are no whole record of this kind."
     try:
         found = json.loads(data)
         if found["kind"] != kind:
             raise ValueError(f"its kind is {found['kind']!r}, not {kind!r}")
         if type(found["round"]) is not int or not isinstance(found["previous"], str):
             raise ValueError(f"its round is {found['round']!r}, its previous {found['previous']!r}")
+        seal = found.pop("seal")
+        if seal != (digest := record_digest(_sorted_json(found))):
+            raise ValueError(f"its seal is {str(seal)[:8]}, its fields hash to {digest[:8]}")
         return build(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"no record: {type(error).__name__} {error}") from error
@@ -168,11 +199,25 @@ def record_digest(data: bytes) -> str:
     "SHA-256 of a record's bytes, in hex: how the next round names it."
     return hashlib.sha256(data).hexdigest()
 
+
+def _sorted_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
 # %% ../../nbs/scaling_out/15_records.ipynb #0d7abec6
+def _fields_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    "A record's fields from what JSON has of them."
+    plain = {name: found[name] for name in ("round", "fragment", "closer", "previous", "state")}
+    parts = tuple(Offer.from_dict(part) for part in found["contributions"])
+    refused = {int(rank): str(why) for rank, why in found["refused"].items()}
+    update = None if found["update"] is None else Update.from_dict(found["update"])
+    return plain | {"contributions": parts, "refused": refused, "update": update}
+
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-class
 @dataclass(frozen=True)
 class Record:
     """What a round is made of. `contributions` are the offers that count, `refused` maps ranks that offered
-    and were not taken to the reason; `previous` is the digest of the round before."""
+    and were not taken to the reason; `previous` is the digest of the round before, `state` that of the
+    parameters and outer states after this one; `update` is their average, None where nothing counts."""
 
     kind: ClassVar[str] = "outer_step"
     round: int
@@ -181,22 +226,20 @@ class Record:
     closer: int
     refused: Mapping[int, str]
     previous: str
+    state: str = ""
+    update: Update | None = None
 
     def to_bytes(self) -> bytes:
         refused = {str(rank): why for rank, why in self.refused.items()}
         parts = {"contributions": [part.to_dict() for part in self.contributions], "refused": refused}
-        plain = {"fragment": self.fragment, "closer": self.closer}
+        plain = {"fragment": self.fragment, "closer": self.closer, "state": self.state}
+        plain["update"] = None if self.update is None else self.update.to_dict()
         return encode_record(self.kind, self.round, self.previous, plain | parts)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
         "Raises ValueError for bytes that are no record of an outer step."
-        def build(found: dict[str, Any]) -> Record:
-            parts = tuple(Offer.from_dict(part) for part in found["contributions"])
-            refused = {int(rank): str(why) for rank, why in found["refused"].items()}
-            return cls(found["round"], found["fragment"], parts, found["closer"], refused, found["previous"])
-
-        return decode_record(cls.kind, data, build)
+        return decode_record(cls.kind, data, lambda found: cls(**_fields_of(found)))
 
     @property
     def digest(self) -> str:
@@ -234,16 +277,30 @@ def chained(records: Iterable[Linked], head: str = "") -> bool:
         at, head = record.round, record.digest
     return True
 
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-digest
+def tensor_digest(tensor: Tensor) -> str:
+    "SHA-256 over dtype, shape and bytes, in hex; the same for a view and its copy."
+    values = tensor.detach().cpu().contiguous()
+    found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)} ".encode())
+    found.update(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def joint_digest(digests: Mapping[str, str]) -> str:
+    "One digest for digests by name, whatever their order."
+    return record_digest(_sorted_json(digests))
+
 # %% ../../nbs/scaling_out/15_records.ipynb #c90525e9
 @dataclass(frozen=True)
 class State:
     """What replicas hold in common after `round`: parameters, an outer state per fragment, digest of the
-    last record."""
+    last record. `known` are digests of tensors that need not be computed again."""
 
     round: int
     params: Mapping[str, Tensor] | None
     outer: tuple[OuterState, ...]
     head: str = ""
+    known: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def to_tensors(self) -> dict[str, Tensor]:
         "Flat, for a snapshot. Raises ValueError before the run was started."
@@ -257,39 +314,68 @@ class State:
     @classmethod
     def from_tensors(cls, round: int, head: str, tensors: Mapping[str, Tensor]) -> State:
         "The inverse of `to_tensors`, to the bit."
-        params: dict[str, Tensor] = {}
-        outer: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            kind, _, rest = key.partition("/")
-            if kind == "param":
-                params[rest] = value
-            else:
-                index, _, name = rest.partition("/")
-                outer.setdefault(int(index), {})[name] = value
+        params, outer = _parted(tensors)
         return cls(round, params, tuple(OuterState.from_tensors(outer[i]) for i in range(len(outer))), head)
 
-# %% ../../nbs/scaling_out/15_records.ipynb #a1d4680c
-def advance(
-    state: State, record: Record, contributions: Mapping[int, Mapping[str, Tensor]], config: RunConfig,
-    names: Collection[str],
-) -> State:
-    """The state after `record`. `contributions` are pseudo-gradients by rank, `names` the parameters of the
-    record's fragment.
+    @cached_property
+    def digests(self) -> Mapping[str, str]:
+        "Of every tensor, by its name in `to_tensors`."
+        return {name: self.known.get(name) or tensor_digest(t) for name, t in self.to_tensors().items()}
 
-    Raises ValueError for a record that does not follow `state`, and what `weighted_average` and
-    `outer_step` raise.
+    @cached_property
+    def digest(self) -> str:
+        "Of parameters and outer states together, see `joint_digest`."
+        return joint_digest(self.digests)
+
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-parted
+def _parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    "Parameters, and outer states by fragment, of what `State.to_tensors` gave."
+    params: dict[str, Tensor] = {}
+    outer: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind == "param":
+            params[rest] = value
+        else:
+            index, _, name = rest.partition("/")
+            outer.setdefault(int(index), {})[name] = value
+    return params, outer
+
+# %% ../../nbs/scaling_out/15_records.ipynb #a1d4680c
+def averaged(
+    record: Record, contributions: Mapping[int, Mapping[str, Tensor]], config: RunConfig
+) -> dict[str, Tensor]:
+    "Average of the contributions, by rank, with the record's weights; empty where there is none."
+    if not record.contributions:
+        return {}
+    return weighted_average(contributions, record.weights, merge=config.merge, mean_only=config.mean_only)
+
+
+def advance(
+    state: State, record: Record, average: Mapping[str, Tensor], config: RunConfig, names: Collection[str]
+) -> State:
+    """The state after `record`. `average` is what its round applies, `names` are the parameters of its
+    fragment. What the record says of the state's digest is not compared here.
+
+    Raises ValueError for a record that does not follow `state`, and what `outer_step` raises.
     """
     if state.params is None or record.round != state.round + 1:
-        said = (
-            f"record {record.round} does not follow the state of round {state.round}: apply records in order"
-        )
-        raise ValueError(said)
+        at = f"record {record.round} does not follow the state of round {state.round}"
+        raise ValueError(f"{at}: apply records in order")
+    if not record.contributions:
+        return replace(state, round=record.round, head=record.digest, known=state.digests)
     params, outer = dict(state.params), list(state.outer)
-    if record.contributions:
-        average = weighted_average(
-            contributions, record.weights, merge=config.merge, mean_only=config.mean_only
-        )
-        part = {name: params[name] for name in names}
-        moved, outer[record.fragment] = outer_step(part, average, outer[record.fragment], config.outer)
-        params |= moved
-    return State(record.round, params, tuple(outer), record.digest)
+    part, before = {name: params[name] for name in names}, outer[record.fragment]
+    moved, outer[record.fragment] = outer_step(part, average, before, config.outer, rounding="each")
+    changed = {f"param/{name}" for name in names}
+    kept = {
+        name: digest for name, digest in state.digests.items()
+        if name not in changed and not name.startswith(f"outer/{record.fragment}/")
+    }
+    return State(record.round, params | moved, tuple(outer), record.digest, kept)
+
+# %% ../../nbs/scaling_out/15_records.ipynb #rec-with-state
+def with_state(record: Record, after: State) -> tuple[Record, State]:
+    "The record with the digest of the state that it leads to, and that state with this record as its head."
+    record = replace(record, state=after.digest)
+    return record, replace(after, head=record.digest, known=after.digests)

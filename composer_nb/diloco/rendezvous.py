@@ -15,14 +15,16 @@ from .closing import RendezvousOptions, may_close, turn_delay
 from .compression import Compressed, decompress
 from .membership import DuplicateRank, Member, Watch
 from .outer import age_weight, contribution_weight
-from .participant import Participant, RunMember, help_others, live_ranks, note
+from .participant import Participant, RunMember, ahead_of, help_others, live_ranks, note
 from .payload import DamagedPayload, PayloadRef, write_payload
 from .records import Mismatch, Offer, Record, RendezvousError, RunConfig, State
 from .run_log import Behind, LostPayload, checked_tensors
 from .store import KeyNotFound
+from .update import close_with
 
 # %% auto #0
-__all__ = ['weigh', 'close_round', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work', 'offer_tensors', 'wait_for_record']
+__all__ = ['weigh', 'close_round', 'checked_offers', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work', 'offer_tensors',
+           'wait_for_record']
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #29770772
 def weigh(part: Offer, round: int, config: RunConfig) -> Offer:
@@ -37,9 +39,28 @@ def weigh(part: Offer, round: int, config: RunConfig) -> Offer:
         weight *= age_weight(age, "inverse", rate=config.lam)
     return replace(part, weight=weight)
 
-
+# %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-close
 def close_round(own: Participant, round: int, offered: list[int]) -> Record | None:
-    "Verify what was offered and write the record; the record of whoever was first. Raises Behind."
+    """Verify what was offered, publish the average, take the step, and write the record with the digest of
+    where it led; the record of whoever was first. Raises Behind."""
+    parts, refused = checked_offers(own, round, offered)
+    record = Record(round, own.log.fragment(round), parts, own.rank, refused, own.state.head)
+    found = {part.rank: own.held[part.ref.sha256] for part in parts}
+    record, closed = close_with(own.log, own.state, record, found, own.author)
+    if not own.log.rounds.put_record(round, record.to_bytes()):
+        return own.log.record(round)
+    if own.log.snapshots.newest() >= round:  # the round was closed, applied and swept while we were stopped
+        own.log.rounds.take_back(round)
+        raise behind(own, round)
+    own.closed = closed
+    note(own, "close", closed=round, ranks=list(record.ranks), refused=dict(refused))
+    return record
+
+
+def checked_offers(
+    own: Participant, round: int, offered: list[int]
+) -> tuple[tuple[Offer, ...], dict[int, str]]:
+    "Offers that count, with their weights, and why the others do not. What counts is held."
     parts, refused = [], {}
     for rank in offered:
         try:
@@ -49,19 +70,14 @@ def close_round(own: Participant, round: int, offered: list[int]) -> Record | No
             parts.append(part)
         except (DamagedPayload, KeyNotFound, ValueError) as error:
             refused[rank] = str(error)
-    record = Record(round, own.log.fragment(round), tuple(parts), own.rank, refused, own.state.head)
-    if not own.log.rounds.put_record(round, record.to_bytes()):
-        return own.log.record(round)
-    if own.log.snapshots.newest() >= round:  # the round was closed, applied and swept while we were stopped
-        own.bucket.delete(own.log.rounds.record_key(round))
-        raise behind(own, round)
-    note(own, "close", closed=round, ranks=list(record.ranks), refused=dict(refused))
-    return record
+    return tuple(parts), refused
 
 
 def behind(own: Participant, round: int) -> Behind:
-    "The error for a replica that slept through a round which is swept by now; it is returned, not raised."
-    return Behind(f"round {round} was closed and swept while rank {own.rank} was away; call catch_up()")
+    "The error for a replica that misses the record of a round which was closed; it is returned, not raised."
+    who = ", ".join(f"rank {member.rank} at round {member.round}" for member in ahead_of(own, round))
+    said = f"round {round} was closed ({who or 'a snapshot says so'}) and rank {own.rank} does not find its"
+    return Behind(f"{said} record: swept while it was away, or deleted; call catch_up()")
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #c42f4027
 def poll_round(own: Participant, round: int) -> Record | None:
@@ -73,11 +89,11 @@ def poll_round(own: Participant, round: int) -> Record | None:
     if round != own.state.round + 1:
         return None
     members = own.membership.members
-    if own.rank in offered and own.rule.my_turn(round, offered, members()):
+    if not ahead_of(own, round) and own.rank in offered and own.rule.my_turn(round, offered, members()):
         own.membership.look()
-        if own.rule.my_turn(round, offered, members()):
+        if not ahead_of(own, round) and own.rule.my_turn(round, offered, members()):
             return close_round(own, round, sorted(offered))
-    if any(member.round >= round for member in members()):
+    if ahead_of(own, round):
         if (record := own.log.record(round)) is None:
             raise behind(own, round)
         return record

@@ -136,6 +136,8 @@ def take_over(own: Exchange, applied: AppliedRound) -> None:
     part = own.under_way if own.under_way is not None and own.under_way.round <= applied.state.round else None
     own.under_way = None if part is not None else own.under_way
     if (record := applied.record) is None:
+        if own.under_way is not None and own.under_way.round > applied.state.round + 1:
+            own.under_way = None  # the run was rolled back
         own.local.settle(applied.state)
         own.on_jump(own.global_step)
     else:

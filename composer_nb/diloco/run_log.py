@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -26,16 +26,20 @@ from composer_nb.diloco.records import (
     RendezvousError,
     RunConfig,
     State,
+    Update,
     advance,
     compare_terms,
-    terms_of,
+    decode_record,
+    encode_record,
+    with_state,
 )
 from .store import Bucket, KeyNotFound
 
 # %% auto #0
-__all__ = ['RUN_GONE', 'Sent', 'Behind', 'LostPayload', 'json_mapping', 'agree_on_terms', 'Rounds', 'read_record',
-           'check_previous', 'Payloads', 'checked_tensors', 'Snapshots', 'RunLog', 'collect', 'newest_state',
-           'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log', 'lowest_needed', 'snapshot_payloads']
+__all__ = ['RUN_GONE', 'TERMS', 'Sent', 'Behind', 'LostPayload', 'Diverged', 'json_mapping', 'agree_on_terms', 'read_terms',
+           'RoundKeys', 'Rounds', 'read_record', 'check_previous', 'Payloads', 'checked_tensors', 'Snapshots',
+           'is_whole', 'RunLog', 'collect', 'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log',
+           'lowest_needed', 'snapshot_payloads']
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #0029892f
 class Behind(RendezvousError):
@@ -54,6 +58,20 @@ class LostPayload(RendezvousError):
         return type(self), (self.what, self.round)
 
 
+class Diverged(LostPayload):
+    """A round was replayed and led elsewhere than its record says. `ours` and `theirs` are the digests of
+    the two states."""
+
+    def __init__(self, record: Record, ours: str) -> None:
+        said = f"round {record.round}: the state hashes to {ours[:12]} here, to {record.state[:12]} in the"
+        remedy = "do not train on from this state; load one that fits with catch_up()"
+        super().__init__(f"{said} record that rank {record.closer} wrote; {remedy}", record.round)
+        self.record, self.ours, self.theirs = record, ours, record.state
+
+    def __reduce__(self) -> tuple[type[Diverged], tuple[Record, str]]:
+        return type(self), (self.record, self.ours)
+
+
 RUN_GONE = "the run has gone from the bucket; put it back, or begin another run_id from a checkpoint"
 
 
@@ -66,20 +84,42 @@ def json_mapping(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #3cd61eef
+TERMS = ("run.json", "run.copy.json")
+
+
 def agree_on_terms(bucket: Bucket, terms: Mapping[str, Any], world_size: int | None) -> None:
-    "Write run.json or compare with it. Raises Mismatch, and RendezvousError for a damaged one."
-    bucket.put_if_absent("run.json", json.dumps(dict(terms) | {"world_size": world_size}).encode())
-    found = json_mapping(bucket.get("run.json"))
-    if not found:
-        raise RendezvousError("run.json is damaged; use another run_id")
-    compare_terms(terms, {name: value for name, value in found.items() if name != "world_size"})
+    "Write the terms or compare with those there. Raises Mismatch, and RendezvousError for damaged ones."
+    mine = encode_record("terms", 0, "", dict(terms) | {"world_size": world_size})
+    if read_terms(bucket, TERMS[1]) is None:
+        bucket.put_if_absent(TERMS[0], mine)
+    found = {key: read_terms(bucket, key) for key in TERMS}
+    whole = next((data for data in found.values() if data is not None), None)
+    if whole is None:
+        raise RendezvousError("run.json is damaged, and its copy too; use another run_id")
+    theirs = json_mapping(whole)
+    besides = {"world_size", "kind", "round", "previous", "seal"}
+    compare_terms(terms, {name: value for name, value in theirs.items() if name not in besides})
+    for key in (key for key, data in found.items() if data is None):
+        bucket.put(key, whole)
+
+
+def read_terms(bucket: Bucket, key: str) -> bytes | None:
+    "The bytes of terms that are whole, or without a seal, as earlier formats had them."
+    with suppress(KeyNotFound, ValueError):
+        data = bucket.get(key)
+        plain = json_mapping(data)
+        if not plain or "seal" in plain:
+            decode_record("terms", data, dict)
+        return data
+    return None
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #f80cfcee
-class Rounds:
-    "Offers and records below one folder of a bucket. Each is created once."
+class RoundKeys:
+    "Where offers and records lie below one folder of a bucket."
 
-    def __init__(self, bucket: Bucket, folder: str = "rounds") -> None:
+    def __init__(self, bucket: Bucket, folder: str = "rounds", copies: bool = False) -> None:
         self.bucket, self.folder = bucket, folder
+        self.names = ("record.json", "copy.json") if copies else ("record.json",)
 
     def prefix(self, round: int) -> str:
         return f"{self.folder}/{round:08d}/"
@@ -87,15 +127,24 @@ class Rounds:
     def record_key(self, round: int) -> str:
         return self.prefix(round) + "record.json"
 
+    def record_keys(self, round: int) -> tuple[str, ...]:
+        return tuple(self.prefix(round) + name for name in self.names)
+
     def offer_key(self, round: int, rank: int) -> str:
         return f"{self.prefix(round)}offers/{rank:05d}.json"
+
+# %% ../../nbs/scaling_out/16_run_log.ipynb #log-rounds
+class Rounds(RoundKeys):
+    """Offers and records below one folder of a bucket. Each is created once; with `copies`, a record is
+    written twice, and a round with either is closed."""
 
     def look(self, round: int, keys: Collection[str] | None = None) -> tuple[bool, set[int]]:
         "Whether the round has its record, and the ranks that have offered: by one listing, or by `keys`."
         keys = self.bucket.list(self.prefix(round)) if keys is None else keys
         start = self.prefix(round) + "offers/"
         names = (re.fullmatch(r"(\d+)\.json", key[len(start):]) for key in keys if key.startswith(start))
-        return self.record_key(round) in keys, {int(name[1]) for name in names if name}
+        closed = any(key in keys for key in self.record_keys(round))
+        return closed, {int(name[1]) for name in names if name}
 
     def put_offer(self, round: int, rank: int, data: bytes) -> bool:
         "Whether these bytes are the rank's offer now; False where it has made another one."
@@ -103,31 +152,46 @@ class Rounds:
         return self.bucket.put_if_absent(key, data) or self.bucket.get(key) == data
 
     def put_record(self, round: int, data: bytes) -> bool:
-        "Whether this is the record; False where there is one."
-        return self.bucket.put_if_absent(self.record_key(round), data)
+        "Whether this is the record; False where there is one, or a copy of one."
+        first, *copies = self.record_keys(round)
+        if not self.bucket.put_if_absent(first, data):
+            return False
+        for key in copies:
+            if not self.bucket.put_if_absent(key, data) and self.bucket.get(key) != data:
+                self.bucket.delete(first)
+                return False
+        return True
 
-    def get_record(self, round: int) -> bytes | None:
-        "None when the round is open (or swept)."
-        try:
-            return self.bucket.get(self.record_key(round))
-        except KeyNotFound:
-            return None
+    def take_back(self, round: int) -> None:
+        "Remove a record that came too late; the copy first."
+        for key in reversed(self.record_keys(round)):
+            self.bucket.delete(key)
+
+    def get_records(self, round: int) -> Iterator[bytes]:
+        "The record and its copy, as far as they are there; none when the round is open (or swept)."
+        for key in self.record_keys(round):
+            with suppress(KeyNotFound):
+                yield self.bucket.get(key)
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #log-read
 _R = TypeVar("_R", bound=Linked)
 
 
 def read_record(rounds: Rounds, round: int, decode: Callable[[bytes], _R]) -> _R | None:
-    "None when the round is open (or swept). Raises LostPayload for a record that cannot be read."
-    if (data := rounds.get_record(round)) is None:
-        return None
-    try:
-        record = decode(data)
-        if record.round != round:
-            raise ValueError(f"it says round {record.round}")
-    except ValueError as error:
-        raise LostPayload(f"the record of round {round} is damaged ({error})", round) from error
-    return record
+    """None when the round is open (or swept). Raises LostPayload for a record that cannot be read, nor its
+    copy."""
+    damage = None
+    for data in rounds.get_records(round):
+        try:
+            record = decode(data)
+            if record.round != round:
+                raise ValueError(f"it says round {record.round}")
+            return record
+        except ValueError as error:
+            damage = damage or error
+    if damage is not None:
+        raise LostPayload(f"the record of round {round} is damaged ({damage})", round) from damage
+    return None
 
 
 def check_previous(record: Linked, head: str, what: str, remedy: str) -> None:
@@ -144,17 +208,17 @@ class Payloads:
     def __init__(self, bucket: Bucket, spec: Spec, config: RunConfig) -> None:
         self.bucket, self.spec, self.config = bucket, spec, config
 
-    def fetch(self, offer: Offer, names: Collection[str]) -> dict[str, Tensor]:
-        "The pseudo-gradient of an offer for a fragment of these names. Raises DamagedPayload or KeyNotFound."
-        like = {name: torch.empty(self.spec[name][0], device="meta") for name in names}
-        kind, digest = self.config.compression, offer.ref.sha256
+    def fetch(self, offer: Offer | Update, names: Collection[str], kind: str | None) -> dict[str, Tensor]:
+        """The tensors of an offer or an update for a fragment of these names, compressed with `kind`. Raises
+        DamagedPayload or KeyNotFound."""
+        digest = offer.ref.sha256
         if (offer.meta is None) != (kind is None) or (offer.meta or {}).get("kind") != kind:
             raise DamagedPayload(f"not compressed with {kind}", digest, "compression")
         if offer.meta is None:
             return self.read(offer.ref, {name: self.spec[name] for name in names})
-        shapes = {
-            name: list(value.shape) for name, value in like.items()
-        }  # as run.json has them for everybody
+        # shapes as run.json has them for everybody
+        shapes = {name: list(self.spec[name][0]) for name in names}
+        like = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         try:
             return decompress(Compressed(self.read(offer.ref), {**offer.meta, "shapes": shapes}), like)
         except DamagedPayload:
@@ -239,22 +303,44 @@ class Snapshots:
     def write(self, state: State, author: str) -> None:
         metadata = {"round": str(state.round), "author": author}
         ref = write_payload(self.bucket, state.to_tensors(), metadata)
-        found = json.dumps({"round": state.round, "head": state.head, "ref": ref.to_dict()}).encode()
-        if self.bucket.put_if_absent(self.key(state.round), found) and not self.bucket.exists(ref.key):
-            write_payload(
-                self.bucket, state.to_tensors(), metadata
-            )  # we were stopped for long, and it was swept
+        content = {"ref": ref.to_dict(), "state": state.digest}
+        found = encode_record("snapshot", state.round, state.head, content)
+        if not self.bucket.put_if_absent(self.key(state.round), found) and not is_whole(self, state.round):
+            self.bucket.put(self.key(state.round), found)
+        if not self.bucket.exists(ref.key) and self.pointer(state.round)[1] == ref:
+            write_payload(self.bucket, state.to_tensors(), metadata)  # it was swept while we were stopped
 
-    def pointer(self, round: int) -> tuple[str, PayloadRef]:
-        """Digest of its last record, and where its tensors are. Raises KeyNotFound, and ValueError for a
-        damaged one."""
-        found = json_mapping(self.bucket.get(self.key(round)))
-        return str(found.get("head")), PayloadRef.from_dict(found.get("ref", {}))
+    def pointer(self, round: int) -> tuple[str, PayloadRef, str]:
+        "Digest of its last record, where its tensors are, that of the state. Raises KeyNotFound, ValueError."
+        return decode_record("snapshot", self.bucket.get(self.key(round)), partial(_pointed_to, round))
 
     def read(self, round: int) -> State:
         "Raises KeyNotFound or ValueError."
-        head, ref = self.pointer(round)
-        return State.from_tensors(round, head, self.payloads.read(ref))
+        head, ref, digest = self.pointer(round)
+        state = State.from_tensors(round, head, self.payloads.read(ref))
+        return _with_digest(state, digest)
+
+# %% ../../nbs/scaling_out/16_run_log.ipynb #log-whole
+def is_whole(snapshots: Snapshots, round: int) -> bool:
+    "Whether the pointer of a snapshot can be read and its payload is there."
+    with suppress(KeyNotFound, ValueError):
+        return snapshots.bucket.exists(snapshots.pointer(round)[1].key)
+    return False
+
+# %% ../../nbs/scaling_out/16_run_log.ipynb #log-pointer
+def _pointed_to(round: int, found: Mapping[str, Any]) -> tuple[str, PayloadRef, str]:
+    "What the pointer of a snapshot of this round says: head, payload, digest of the state."
+    if found["round"] != round:
+        raise ValueError(f"it says round {found['round']}")
+    return found["previous"], PayloadRef.from_dict(found["ref"]), found["state"]
+
+
+def _with_digest(state: State, digest: str) -> State:
+    "A state that hashes to `digest`. Raises ValueError for another one."
+    if state.digest != digest:
+        said = f"the state hashes to {state.digest[:12]}, its pointer says {digest:.12}"
+        raise ValueError(f"snapshot of round {state.round}: {said}")
+    return state
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #c4fab0c9
 class RunLog:
@@ -264,7 +350,7 @@ class RunLog:
         self.bucket, self.spec, self.config = bucket, spec, config
         shapes = {name: shape for name, (shape, _) in spec.items()}
         self.fragments = split_fragments(shapes, config.n_fragments, config.strategy)
-        self.rounds, self.payloads = Rounds(bucket), Payloads(bucket, spec, config)
+        self.rounds, self.payloads = Rounds(bucket, copies=True), Payloads(bucket, spec, config)
         self.snapshots = Snapshots(bucket, self.payloads)
 
     def fragment(self, round: int) -> int:
@@ -282,10 +368,21 @@ class RunLog:
         return part
 
     def fetch(self, part: Offer, round: int) -> dict[str, Tensor]:
-        return self.payloads.fetch(part, self.fragments[self.fragment(round)])
+        return self.payloads.fetch(part, self.fragments[self.fragment(round)], self.config.compression)
 
-    def step(self, state: State, record: Record, parts: Mapping[int, Mapping[str, Tensor]]) -> State:
-        return advance(state, record, parts, self.config, self.fragments[record.fragment])
+    def close(
+        self, state: State, record: Record, average: Mapping[str, Tensor]
+    ) -> tuple[Record, State]:
+        "Take the step of a record that is not written yet: the record with the digest, and the new state."
+        after = advance(state, record, average, self.config, self.fragments[record.fragment])
+        return with_state(record, after)
+
+    def step(self, state: State, record: Record, average: Mapping[str, Tensor]) -> State:
+        "The state after a record. Raises Diverged where it is not the one that the record says."
+        after = advance(state, record, average, self.config, self.fragments[record.fragment])
+        if after.digest != record.state:
+            raise Diverged(record, after.digest)
+        return after
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #672d163a
 def collect(
@@ -300,36 +397,6 @@ def collect(
         except (DamagedPayload, KeyNotFound) as error:
             raise LostPayload(f"round {record.round}, rank {part.rank}: {error}", record.round) from error
     return parts
-
-# %% ../../nbs/scaling_out/16_run_log.ipynb #a31cca49
-def newest_state(log: RunLog) -> State | None:
-    """The newest snapshot and the records after it; None before the run has begun.
-
-    Others may sweep meanwhile: then there is a newer snapshot, and it begins again. Raises LostPayload.
-    """
-    while before := log.snapshots.rounds():
-        try:
-            state = _newest_readable(log, before)
-            while (record := log.record(state.round + 1)) is not None:
-                state = log.step(state, record, collect(log, record))
-            if log.snapshots.newest() <= state.round:
-                return state
-            missing = state.round + 1
-            lost = LostPayload(
-                f"no record of round {missing} is there, and later snapshots cannot be read", missing
-            )
-        except LostPayload as error:
-            lost = error
-        if log.snapshots.rounds() == before:
-            raise lost
-    return None
-
-
-def _newest_readable(log: RunLog, rounds: list[int]) -> State:
-    for round in reversed(rounds):
-        with suppress(KeyNotFound, ValueError):  # damaged, or swept by now
-            return log.snapshots.read(round)
-    raise LostPayload(f"none of the snapshots of rounds {rounds} can be read", rounds[-1])
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #log-sweep-rounds
 def keys_by_round(rounds: Rounds) -> dict[int, list[str]]:
@@ -415,10 +482,11 @@ def snapshot_payloads(log: RunLog) -> dict[int, str]:
 
 
 def _references(log: RunLog, round: int, keys: Collection[str]) -> set[str]:
-    "Payloads that a round points to: those of its record, or of its offers while it is open."
+    "Payloads that a round points to: those of its record and its average, or of its offers while it is open."
     with suppress(LostPayload):  # of a damaged record, keep what was offered
-        if log.rounds.record_key(round) in keys and (record := log.record(round)) is not None:
-            return {part.ref.key for part in record.contributions}
+        if log.rounds.look(round, keys)[0] and (record := log.record(round)) is not None:
+            published = set() if record.update is None else {record.update.ref.key}
+            return published | {part.ref.key for part in record.contributions}
     return offered_payloads(log.rounds, round, keys)
 
 

@@ -20,7 +20,7 @@ from .compression import compress
 from .outer import pseudo_gradient
 from .records import Record, State
 from .rendezvous import Rendezvous
-from .run_log import Behind
+from .run_log import Behind, LostPayload
 from .store import BucketError, KeyNotFound
 
 # %% auto #0
@@ -85,7 +85,7 @@ def take_next_round(rendezvous: Rendezvous) -> AppliedRound | None:
         included = rendezvous.includes(record)
         former = not included and rendezvous.rank in record.ranks
         state = rendezvous.apply(record)
-    except Behind:
+    except (Behind, LostPayload):
         return AppliedRound(rendezvous.catch_up(), None)
     if state.round != record.round:
         return AppliedRound(state, None)
@@ -174,8 +174,8 @@ def run_sync(sync: SyncThread) -> None:
 def sync_turn(sync: SyncThread) -> bool:
     "One look at the open round; whether it has closed."
     part = sync.waiting
-    if part is not None and part.round <= sync.rendezvous.state.round:
-        part = sync.waiting = None  # its round closed before it could be offered
+    if part is not None and part.round != sync.rendezvous.state.round + 1:
+        part = sync.waiting = None  # its round closed before it could be offered, or was rolled back
     if part is not None and not part.offered:
         offer_contribution(sync.rendezvous, part, sync.options)
     if (applied := take_next_round(sync.rendezvous)) is None:
