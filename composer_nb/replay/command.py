@@ -350,7 +350,7 @@ def view(
     left = f", {done.left_out} left out (--states shows more)" if done.left_out else ""
     typer.echo(f"{out}: {done.states} states{left}, {done.pairs} pairs, {done.error_sites} with an error")
     if unredacted:
-        typer.echo("nobody checked these states for secrets: keep the page on this machine", err=True)
+        typer.echo("nobody checked states and answers for secrets: keep the page on this machine", err=True)
     if done.missing:
         typer.echo(f"{done.missing} questions have no reply yet", err=True)
         raise typer.Exit(LEFT)
