@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logs import damaged, essence, is_whole, read
+from typer.testing import CliRunner
 
-from composer_nb.traces import ClaudeCodeIngester, ClaudeStreamIngester, file_format, ingest, record_format
+from composer_nb.cli import app
+from composer_nb.traces import (
+    ClaudeCodeIngester,
+    ClaudeStreamIngester,
+    file_format,
+    ingest,
+    load_states,
+    record_format,
+)
 
 USE = {"type": "tool_use", "id": "t1", "name": "Read", "input": {"file_path": "a"}}
 
@@ -140,3 +149,56 @@ def test_in_any_order_no_file_raises_and_every_context_is_whole(tmp_path_factory
     path.write_text(damaged(POOL, seed))
     for state in ClaudeStreamIngester(sidechains=True).ingest(path):
         assert state.student_action and is_whole(state.messages) and state.messages[0]["role"] == "user"
+
+
+RUN = [INIT, reply("m1", USE), said(result("t1")), reply("m2", text("end")), END]
+
+
+def test_a_prompt_goes_to_the_one_log_that_lacks_it(tmp_path):
+    (logs := tmp_path / "logs").mkdir()
+    for name, records in {"a.jsonl": RUN, "whole.jsonl": [said(text("asked")), *RUN], "b.json": [{"title": "no log"}]}.items():
+        (logs / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    for prompt in ("go", {"a.jsonl": "go"}):
+        states = list(ingest(logs, prompt=prompt))
+        assert [s.messages[0]["content"] for s in states] == ["go", "go", "asked", "asked"]
+    for place, prompt, why in [
+        (logs / "whole.jsonl", "go", "holds what was asked"), (logs, {"whole.jsonl": "go"}, "no log that lacks its prompt is named whole.jsonl"),
+        (logs, {"a.jsonl": "go", "c.jsonl": "go"}, "named c.jsonl"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=why):
+            list(ingest(place, prompt=prompt))
+    (logs / "c.jsonl").write_text((logs / "a.jsonl").read_text().replace('"s1"', '"s2"'))
+    with pytest.raises(ValueError, match=r"2 logs lack their prompt \(a.jsonl, c.jsonl\): give each its own"):
+        list(ingest(logs, prompt="go"))
+    states = list(ingest(logs, prompt={"a.jsonl": "go", "c.jsonl": "come"}))
+    assert [s.messages[0]["content"] for s in states] == ["go", "go", "come", "come", "asked", "asked"]
+
+
+def test_a_prompt_for_a_format_that_holds_it_is_refused(tmp_path):
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n")
+    for format in ("auto", "chat"):
+        with pytest.raises(ValueError, match=r"can lack its prompt \(claude-stream\): leave it out"):
+            ingest(tmp_path, format, prompt="go")
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "why"),
+    [
+        (("--prompt", "go"), None, ""), (("--prompt-file", "p.txt"), "go\n", ""), (("--prompt-file", "p.yaml"), "a.jsonl: go", ""),
+        (("--prompt-file", "p.json"), '{"a.jsonl": "go"}', ""), (("--prompt", " "), None, "--prompt holds an empty prompt"),
+        (("--prompt-file", "p.txt"), "\n", "p.txt holds an empty prompt"), (("--prompt-file", "p.yaml"), "a.jsonl: 3", "does not give each log's name a text"),
+        (("--prompt-file", "p.yaml"), "[", "p.yaml is no YAML"), (("--prompt", "go", "--prompt-file", "p.txt"), "go", "leave one of them out"),
+        (("--prompt-file", "p.yaml"), "b.jsonl: go", "named b.jsonl"), (("--prompt-file", "none.txt"), None, "none.txt"),
+    ],
+)  # fmt: skip
+def test_a_prompt_from_the_shell(tmp_path, monkeypatch, words, file, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RUN))
+    if file is not None:
+        (tmp_path / words[-1]).write_text(file)
+    done = CliRunner().invoke(app, ["replay", "ingest", "a.jsonl", *words])
+    assert done.exit_code == bool(why), done.output
+    if why:
+        assert why in done.stderr and len(done.stderr.splitlines()) == 1 and not (tmp_path / "states.jsonl").exists()
+    else:
+        assert [s.messages[0]["content"] for s in load_states(tmp_path / "states.jsonl")] == ["go", "go"]

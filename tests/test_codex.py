@@ -94,10 +94,23 @@ def test_a_compaction_replaces_the_context(tmp_path):
     states, report = read(tmp_path, [*begin, {"type": "compacted", "payload": {"message": "", "replacement_history": history}}, *end])
     assert [m["content"] for m in states[-1].messages] == ["Sys.", "go", "so far: much", "and now?"] and not report.repairs
     states, report = read(tmp_path, [*begin, {"type": "compacted", "payload": {"message": "summary"}}, *end])
-    assert [m["content"] for m in states[-1].messages] == ["Sys.", "summary", "and now?"] and report.repairs == 1
+    assert [m["content"] for m in states[-1].messages] == ["Sys.", "go", "summary", "and now?"] and report.repairs == 1
     held = [said("user", "go")["payload"], call("z")["payload"], result("z")["payload"]]
     states, _ = read(tmp_path, [*begin, {"type": "compacted", "payload": {"replacement_history": held}}, *end])
     assert len(states) == 2 and [m["role"] for m in states[-1].messages] == ["system", "user", "assistant", "tool", "user"]
+
+
+def test_without_a_history_a_compaction_keeps_instructions_and_what_the_user_said_last(tmp_path):
+    folder, rules = "<environment_context>\n<cwd>/w</cwd>", "# AGENTS.md instructions for /w"
+    long, short = "old " + "a" * 40_000 + " end", "b" * 41_000
+    compacted = [{"type": "compacted", "payload": {"message": text}} for text in ("first summary", "second summary")]
+    records = [META, said("user", rules), said("user", folder), said("user", "lost"), said("user", long), said("user", "<turn_aborted>"),
+               call("a"), result("a"), said("user", short), compacted[0], said("user", "more"), compacted[1], said("user", "and now?"), said("assistant", "end")]  # fmt: skip
+    states, report = read(tmp_path, records)
+    found = [m["content"] for m in states[-1].messages]
+    assert [text[:8] for text in found] == ["Sys.", "# AGENTS", "<environ"] + ["old aaaa", "b" * 8, "more", "second s", "and now?"]
+    assert found[3].endswith("a end") and "tokens truncated…" in found[3] and report.repairs == 2
+    assert 79_900 < sum(len(text) for text in found[3:6]) < 80_100
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,48 @@ def test_failures_of_an_atif_sub_agent_are_counted(tmp_path):
     assert [len(state.failures) for state in states] == [1] and ASIDE not in report.skipped
 
 
+ASK, SH = {"source": "user", "message": "go"}, {"tool_call_id": "c", "function_name": "sh", "arguments": {}}
+FAILED = {"source_call_id": "c", "content": "no", "extra": {"is_error": True}}
+FAILS = {"source": "agent", "message": "", "tool_calls": [SH], "observation": {"results": [FAILED]}}
+DONE = {"source": "agent", "message": "done"}
+
+
+def atif(*steps, **more):
+    return json.dumps({"schema_version": "ATIF-v1.7", "agent": {"name": "a"}, "steps": steps, **more})
+
+
+def test_atif_steps_marked_as_a_sub_agent_s_are_no_part_of_the_main_context(tmp_path):
+    side = {"extra": {"is_sidechain": True}}
+    (tmp_path / "run.json").write_text(atif(ASK, DONE, ASK | side, FAILS | side, DONE | side, DONE, ASK | side, DONE | side, DONE))
+    states, report = read(tmp_path / "run.json")
+    assert [len(s.messages) for s in states] == [1, 2, 3] and not any("sidechain" in s.metadata for s in states)
+    assert report.skipped == {"sub-agent step": 5, ASIDE: 1}
+    states, report = read(tmp_path / "run.json", sidechains=True)
+    assert [(s.state_id, len(s.messages), s.metadata.get("sidechain", False)) for s in states] == [
+        ("run/2", 1, False), ("run/6", 2, False), ("run/9", 3, False), ("run/4", 1, True), ("run/5", 3, True), ("run/8", 1, True)]  # fmt: skip
+    assert sum(s.is_error_site for s in states) == 1 and not report.skipped
+
+
+@pytest.mark.parametrize("path", ["sub/child.json", "/logs/agent/child.json", "child.json"])
+def test_an_atif_document_that_another_names_is_a_side_chain(tmp_path, path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ("sub/child.json" if path.startswith("sub") else "child.json")).write_text(atif(ASK, FAILS, agent={"name": "b"}))
+    refs = [{"session_id": "s", "trajectory_path": path}, {"trajectory_path": "main.json"}, {"trajectory_path": "s3://b/none.json"}]
+    said = {"source": "user", "message": json.dumps({"trajectory_path": "other.json"})}
+    step = {**DONE, "observation": {"results": [{"content": "ok", "subagent_trajectory_ref": refs}]}}
+    (tmp_path / "main.json").write_text(atif(said, step))
+    (tmp_path / "other.json").write_text(atif(ASK, DONE))
+    (tmp_path / "empty.json").write_text("")
+    states, report = read(tmp_path)
+    if path.startswith("sub"):  # found beside the document that names it, and no deeper
+        assert len(states) == 3 and "side chain file" not in report.skipped
+        return
+    assert [s.state_id for s in states] == ["main/2", "other/2"] and report.skipped["side chain file"] == 1 and report.skipped[ASIDE] == 1
+    states, report = read(tmp_path, sidechains=True)
+    assert [(s.state_id, s.metadata.get("sidechain")) for s in states] == [("child/2", True), ("main/2", None), ("other/2", None)]
+    assert [s.metadata.get("sidechain") for s in read(tmp_path / "child.json")[0]] == [None]
+
+
 def test_a_stream_s_and_gemini_s_side_chains_tell_their_failures(tmp_path):
     block = {"type": "tool_result", "tool_use_id": "t", "content": "no", "is_error": True}
     side = {"type": "user", "session_id": "s", "parent_tool_use_id": "p", "uuid": "u", "message": {"role": "user", "content": [block]}}

@@ -78,6 +78,54 @@ def test_what_is_behind_a_condensation_or_of_a_delegate_is_counted(tmp_path):
     assert [len(s.messages) for s in states] == [1, 3] and report.skipped == {"event of a delegate": 2} and not report.repairs
 
 
+def numbered(*events):
+    return [event | {"id": number} for number, event in enumerate(events)]
+
+
+def condensed(summary=None, offset=None, **forgotten):
+    return action("condensation", args={"summary": summary, "summary_offset": offset, **forgotten})
+
+
+LONE = [action("run", **of("c", "c", response="r2")), seen("read", "deep", **of("c", "c", response="r2"))]
+
+
+@pytest.mark.parametrize(
+    ("condensations", "wanted"),
+    [
+        # events: 0 system, 1 user, 2-5 one reply with two calls, 6 recall, 7-8 a reply with one, 9 the condensation
+        ([condensed(forgotten_events_start_id=2, forgotten_events_end_id=6)], ["Sys.", "go", "call c", "deep"]),
+        ([condensed("So far.", 2, forgotten_events_start_id=2, forgotten_events_end_id=8)], ["Sys.", "go", "So far."]),
+        ([condensed("So far.", 1, forgotten_event_ids=[1, 2, 3, 4, 5])], ["Sys.", "So far.", "call c", "deep"]),
+        ([condensed("So far.", None, pruned_event_ids=[1])], ["Sys.", "call a b", "ok", "gone", "call c", "deep", "So far."]),
+        ([condensed(forgotten_event_ids=[3])], ["Sys.", "go", "call c", "deep"]),  # half of a reply's results: none of it
+        ([condensed(forgotten_event_ids=[2, 4])], ["Sys.", "go", "call c", "deep"]),  # results without their reply
+        ([condensed(forgotten_event_ids=[2])], ["Sys.", "go", "call a b", "ok", "gone", "call c", "deep"]),
+        ([condensed("One.", 2, forgotten_event_ids=[2, 3, 4, 5]), condensed(forgotten_event_ids=[7, 8])], ["Sys.", "go", "One."]),
+        ([condensed("One.", 2, forgotten_event_ids=[2]), condensed("Two.", 1, forgotten_event_ids=[1, 3, 4, 5, 7, 8])], ["Sys.", "Two."]),
+        ([condensed(forgotten_event_ids=[])], ["Sys.", "go", "call a b", "ok", "gone", "call c", "deep"]),
+    ],
+)  # fmt: skip
+def test_the_context_after_a_condensation_is_what_the_agent_saw(tmp_path, condensations, wanted):
+    before = [SYSTEM, ASK, *BOTH, seen("recall", ""), *LONE]
+    noise = [action("condensation_request"), seen("agent_state_changed", "")]
+    records = numbered(*before, *condensations, *noise, action("message", "user", {"content": "more"}), END)
+    states, report = read(tmp_path, records, OpenHandsIngester, "a.json")
+    assert [s.student_action.text for s in states] == ["Both.", "", "end"] and not report.repairs and not report.bad_lines
+    found = [
+        "call " + " ".join(c["id"] for c in m["tool_calls"]) if m.get("tool_calls") else m["content"].split("\n[Error")[0]
+        for m in states[-1].messages
+    ]
+    assert found == [*wanted, "more"] and is_whole(states[-1].messages)
+    assert list(states[1].messages)[-1]["content"].startswith("gone")  # what came before stays as it was
+
+
+@pytest.mark.parametrize("spoil", [lambda e: {k: v for k, v in e.items() if k != "id"}, lambda e: e | {"id": "3"}, lambda e: e | {"id": 0}])
+def test_a_condensation_of_events_without_ids_ends_what_is_read(tmp_path, spoil):
+    records = numbered(SYSTEM, ASK, *BOTH, condensed(forgotten_event_ids=[2]), ASK, END)
+    states, report = read(tmp_path, [records[0], spoil(records[1]), *records[2:]], OpenHandsIngester)
+    assert [s.student_action.text for s in states] == ["Both."] and report.skipped == {"event from a condensation on": 3}
+
+
 def test_what_has_no_place_is_counted_and_what_is_not_in_the_log_refused(tmp_path):
     bare = of("a")
     del bare["tool_call_metadata"]["model_response"]
@@ -99,7 +147,11 @@ def test_events_of_the_later_sdk_are_refused():
 def test_in_any_order_and_hurt_anywhere_nothing_raises_and_contexts_are_whole(tmp_path_factory, seed):
     draw, folder = random.Random(seed), tmp_path_factory.mktemp("openhands")
     (folder / "log.jsonl").write_text(damaged([*RUN, ASK, action("run", **of("c", response="r2"))], seed))
+    some = [condensed("s", draw.randrange(9), forgotten_event_ids=draw.sample(range(12), 3)), *LONE, *RUN]
+    drawn = [event | {"id": i} for i, event in enumerate(draw.choices(some, k=12))]
+    (folder / "b.json").write_text(json.dumps(mutilated(drawn, draw) if draw.random() < 0.5 else drawn))
     states = list(OpenHandsIngester(exit_codes=True).ingest(folder / "log.jsonl"))
+    states += OpenHandsIngester().ingest(folder / "b.json")
     states += read(folder, mutilated({"history": [draw.choice(RUN) for _ in range(8)]}, draw), OpenHandsIngester, "a.json")[0]
     assert all(s.student_action and is_whole(s.messages) for s in states)
     assert json.dumps([list(s.messages) for s in states])

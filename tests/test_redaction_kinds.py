@@ -5,6 +5,8 @@ Nothing secret stands in this file: the drill makes it from a seed.
 """
 
 import base64
+import csv
+import io
 import json
 import random
 import re
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from composer_nb.drills.planted import planted
-from composer_nb.redaction import KINDS, NotCleanError, Redactor, assert_clean, detectors
+from composer_nb.redaction import KINDS, NotCleanError, Redactor, assert_clean, detectors, personal
 from composer_nb.traces import Action, ToolCall, TraceState
 
 ROWS = planted()
@@ -145,6 +147,111 @@ def test_a_registry_login_is_known_by_its_key():
     login = base64.b64encode(b"ada:horse-7battery").decode()
     value = {"auths": {"ghcr.io": {"auth": login}}, "auth": "basic"}
     assert Redactor().value(value) == {"auths": {"ghcr.io": {"auth": "<SECRET_1>"}}, "auth": "basic"}
+
+
+# --- numbers, and cells of a table ------------------------------------------------------------------
+
+KEYS = {
+    "card": "card_number", "US SSN": "ssn", "German tax id": "steuerId", "French NIR": "nir", "Dutch BSN": "bsn",
+    "Brazilian CPF": "cpf", "Indian Aadhaar": "aadhaar", "Swedish personnummer": "personnummer", "phone": "mobilePhone",
+}  # fmt: skip
+DIGITS = [
+    (next(key for kind, key in KEYS.items() if row.kind.startswith(kind)), re.sub(r"\D", "", row.secret))
+    for row in planted("personal")
+    if row.kind.startswith(tuple(KEYS)) and re.sub(r"[\W_]", "", row.secret).isdecimal()
+]
+TOLD = [(key, digits) for key, digits in DIGITS if not digits.startswith("0")]
+FILLER = "Nothing of anybody stands in this line.\n" * 3
+
+
+def test_most_kinds_are_tried_as_numbers():
+    assert {key for key, _ in TOLD} == set(KEYS.values())
+
+
+@pytest.mark.parametrize(("key", "digits"), TOLD)
+def test_a_number_under_a_telling_key_goes_and_json_stays_json(key, digits):
+    value = {"rows": [{key: int(digits), "n": 12, "at": 1764012345678}], "of": 4.5}
+    clean = {"rows": [{key: "<PERSONAL_1>", "n": 12, "at": 1764012345678}], "of": 4.5}
+    assert Redactor().value(value) == clean
+    for text in (json.dumps(value), json.dumps(value, indent=1), json.dumps(value).replace(digits, f"{digits}.0")):
+        assert json.loads(Redactor().text(text)) == clean
+    lines = f"{json.dumps(value)}\n{json.dumps({'id': int(digits)})}\n"
+    assert [json.loads(line) for line in Redactor().text(lines).splitlines()] == [clean, {"id": "<PERSONAL_1>"}]
+    state = Redactor().state(state_with(student_action=Action("", (ToolCall("pay", {key: int(digits)}, "c1"),))))
+    assert state.student_action.tool_calls[0].arguments == {key: "<PERSONAL_1>"}
+    with pytest.raises(NotCleanError, match="left at rows"):
+        assert_clean(value)
+    assert_clean(clean)
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+@pytest.mark.parametrize("quote", ["", '"'])
+@pytest.mark.parametrize(("key", "digits"), TOLD)
+def test_a_column_with_a_telling_name_goes_and_the_table_stays_one(key, digits, mark, quote):
+    rows = [["", key, "note"], *[[str(i), str(1000 + i), f'"a{mark} b"'] for i in range(40)], ["40", digits, digits]]
+    cells = [rows[0]] + [[i, f"{quote}{told}{quote}", note] for i, told, note in rows[1:]]
+    text = "".join(mark.join(row) + "\r\n" for row in cells)
+    found = list(csv.reader(io.StringIO(in_text(text), newline=""), delimiter=mark))
+    assert found == [[c.strip('"') for c in row] for row in rows[:-1]] + [["40", "<PERSONAL_1>", "<PERSONAL_1>"]]
+    assert in_text(FILLER + text.replace("\r\n", "\n") + "\n" + FILLER).count("<PERSONAL_1>") == 2
+
+
+def test_zeros_that_a_number_lost_are_put_back():
+    bsn = next(n for n in range(10_000_000, 99_999_999) if personal.is_dutch(f"{n:09d}"))
+    cpf = next(n for n in range(1_000_000_000, 9_999_999_999) if personal.is_brazilian(f"{n:011d}"))
+    assert Redactor().value({"bsn": bsn, "cpf": cpf, "n": bsn + 1}) == {"bsn": "<PERSONAL_1>", "cpf": "<PERSONAL_2>", "n": bsn + 1}
+
+
+def test_counts_of_telephones_are_no_numbers_of_them():
+    visits = {"desktop": 12_000_000, "mobile": 34_000_000, "phones": 1_234_567_890}
+    assert Redactor().value(visits) == visits
+
+
+@pytest.mark.parametrize("digits", ["00000000000", "0" * 16, "11111111111"])
+def test_equal_digits_are_read(digits):
+    assert in_text(f"tax id {digits}, card {digits}") == f"tax id {digits}, card {digits}"
+
+
+def test_what_is_left_out_stays_a_number():
+    value = {"phone": 4930901820, "card": 4111111111111111}
+    assert Redactor(personal=False).value(value) == value == Redactor(personal=["IBAN"]).value(value)
+    assert Redactor(personal=["phone number"]).value(value) == {**value, "phone": "<PERSONAL_1>"}
+    nothing = {"a": True, "b": None, "c": 1e300, "d": float("inf"), "e": -4111111111111111, "card": 4111111111111111.5}
+    assert Redactor().value(nothing) == nothing
+
+
+ORDINARY_KEYS = (
+    "id user_id account_id build timestamp created_at mtime size bytes count total offset seed hash port pid price amount "
+    "duration_ns tokens rows cardinality discarded panel desktop tel_aviv telemetry phone_id session pin_code index "
+    "order_number issue invoice tracking_number isbn ean lat lon width checksum revision epoch uid gid inode"
+).split()
+
+
+def test_ordinary_numbers_stay_numbers():
+    """Of random numbers of seven to nineteen digits under forty-six names, almost none is taken for a person's."""
+    rng, tried, touched = random.Random(0), 0, 0
+    for _ in range(400):
+        row = {key: rng.randrange(10 ** (n := rng.randrange(6, 19)), 10 ** (n + 1)) for key in ORDINARY_KEYS}
+        for clean in (Redactor().value(row), json.loads(Redactor().text(json.dumps(row)))):
+            tried, touched = tried + len(row), touched + sum(clean[key] != row[key] for key in row)
+    assert tried > 36_000 and touched / tried < 0.001, touched
+
+
+def test_ordinary_columns_stay_as_they_are():
+    rng, lines = random.Random(1), [",".join(ORDINARY_KEYS)]
+    lines += [",".join(str(rng.randrange(10 ** (n := rng.randrange(6, 19)), 10 ** (n + 1))) for _ in ORDINARY_KEYS) for _ in range(800)]
+    table = "\n".join(lines)
+    found = [row.split(",") for row in in_text(table).splitlines()]
+    changed = sum(a != b for new, old in zip(found, lines, strict=True) for a, b in zip(new, old.split(","), strict=True))
+    assert changed / (800 * len(ORDINARY_KEYS)) < 0.001, changed
+
+
+def test_the_numbers_of_this_repository_stay():
+    paths = sorted(Path(__file__).resolve().parents[1].glob("spikes/*/runs/*/metrics.json"))
+    assert len(paths) > 20
+    for path in paths:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        assert Redactor(emails=False, homes=False).value(value) == value, path
 
 
 # --- switches ---------------------------------------------------------------------------------------
@@ -285,6 +392,10 @@ RUNS = [
     "key,",
     "a,password\n",
     "password,a\nb,c\n",
+    "card,a\n1,2\n",
+    "a,phone\n",
+    '{"tel": 1234567}\n',
+    "1234567,",
     "the password for ",
     "token is ",
     "auth=",

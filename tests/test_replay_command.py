@@ -92,6 +92,38 @@ def test_pairs_for_a_student_are_texts(tmp_path, server):
     assert "tools" not in rows.column_names and "<tool_call>" in rows[0]["chosen"][0]["content"]
 
 
+COMMANDS_TOLD = """
+import json, sys
+from typer.testing import CliRunner
+from composer_nb.cli import app
+
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code in (0, 3), (words, done.output, done.exception)
+    print(*words[:2], sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_the_command_line_imports_no_torch(tmp_path, server):
+    """A local teacher may stand in the plan: only `run` loads it."""
+    plan = folder_of(tmp_path, server.base_url, 1)
+    assert replay("run", plan, "--pay")[0] == 0
+    told = yaml.safe_load(plan.read_text())
+    plan.write_text(yaml.safe_dump(told | {"teachers": [*told["teachers"], {"local": "smollm2-135m"}]}))
+    states, clean, out = tmp_path / "states.jsonl", tmp_path / "clean.jsonl", ("--out", tmp_path / "data")
+    said = [
+        ("--help",), ("replay", "--help"), ("replay", "ingest", tmp_path / "logs", "--out", states),
+        ("replay", "redact", states, "--out", clean), *(("replay", name, plan) for name in ("estimate", "status", "pairs")),
+        ("replay", "view", plan, "--out", tmp_path / "page.html"), ("replay", "export", plan, *out),
+        ("replay", "repair", tmp_path / "replies.jsonl"),
+    ]  # fmt: skip
+    words = [list(map(str, one)) for one in said]
+    done = subprocess.run([sys.executable, "-c", COMMANDS_TOLD, json.dumps(words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.rsplit(" [", 1) for line in done.stdout.splitlines())
+    assert len(found) == len(words) and set(found.values()) == {"]"}, done.stdout
+
+
 def test_half_a_replay_says_so(tmp_path, server):
     plan = folder_of(tmp_path, server.base_url, 2)
     told = yaml.safe_load(plan.read_text())

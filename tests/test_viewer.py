@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_replay_command import folder_of, replay, server  # noqa: F401
 
+from composer_nb.drills.planted import planted
 from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.markup import (
     Markup,
@@ -361,7 +362,32 @@ def test_states_that_were_not_redacted_are_refused(tmp_path, server):  # noqa: F
     code, _, why = replay("view", plan, "--out", out)
     assert code == 1 and "would be shown with what redaction replaces" in why and "mary" not in why and not out.exists()
     code, _, why = replay("view", plan, "--out", out, "--unredacted")
-    assert code == 3 and "nobody checked these states" in why and "not checked for secrets" in out.read_text()
+    assert code == 3 and "nobody checked states and answers" in why and "not checked for secrets" in out.read_text()
+
+
+SECRET = {row.family: row for row in planted("token", "personal")}
+
+
+@pytest.mark.parametrize("family", SECRET)
+@pytest.mark.parametrize("place", ["text", "thinking", "arguments", "name", "reason"])
+def test_answers_with_a_secret_are_refused(tmp_path, family, place):
+    said = SECRET[family].text
+    answer = {
+        "text": Action(said), "thinking": Action("ok", (), said), "arguments": Action("", (ToolCall("read", {"a": [said]}),)),
+        "name": Action("", (ToolCall(said, {}),)), "reason": said,
+    }[place]  # fmt: skip
+    state = TraceState("s/1", [{"role": "user", "content": "hi"}], Action("ok"))
+    plan = made(tmp_path, [state], {"s/1": {"t1": Action("fine"), "t2": answer}}, ("t1", "t2"))
+    with pytest.raises(ValueError, match=r"^an answer to state 's/1' would be shown with what redaction replaces \(.* left at t2\.") as caught:
+        page_of(plan)
+    assert SECRET[family].secret not in str(caught.value) and not plan.with_name("trace.html").exists()
+    assert Page(page_of(plan, unredacted=True))
+    plan.write_text(plan.read_text() + "personal: false\n")
+    if family == "personal":
+        assert Page(page_of(plan))
+    else:
+        with pytest.raises(ValueError, match="an answer to state"):
+            page_of(plan)
 
 
 def test_no_file_of_the_replay_is_overwritten(tmp_path, server):  # noqa: F811

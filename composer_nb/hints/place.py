@@ -8,11 +8,12 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..traces.state import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['Placement', 'insert_hint', 'render', 'encode', 'hinted_context_ids', 'holds', 'sampled_turns']

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 from typing import NamedTuple
 
 from .detectors import SHARED_NAMES, Span, lowered
@@ -80,7 +81,7 @@ def is_german(number: str) -> bool:
     product = 10
     for digit in map(int, number[:10]):
         product = ((digit + product) % 10 or 10) * 2 % 11
-    most, second = sorted(Counter(number[:10]).values(), reverse=True)[:2]
+    most, second = sorted([0, *Counter(number[:10]).values()], reverse=True)[:2]
     return (11 - product) % 10 == int(number[10]) and most in (2, 3) and second == 1 and number[0] != "0"
 
 
@@ -272,10 +273,69 @@ def _login_spans(text: str) -> Iterator[Span]:
             if login_user(hit[0]):
                 yield Span(*hit.span(), "login", "personal")
 
-# %% ../../nbs/data/10_personal.ipynb #detector-code
+# %% ../../nbs/data/10_personal.ipynb #cells-code
+def _apart(key: str) -> str:
+    "`mobilePhone` as `mobile_Phone`."
+    return re.sub(r"(?<=[a-z]{2})(?=[A-Z])", "_", key)
+
+
+@lru_cache(4096)
+def _tells(key: str) -> bool:
+    "Whether a key says that a number of somebody's stands under it."
+    low = lowered(f"{_apart(key)}: ")
+    return bool(_ANY_WORD.search(low) or _PHONE.search(low))
+
+
+_NAME = r"(?:\"?\w[\w .()/-]{0,40}\"?)?"
+_HEADING = re.compile(rf"{_NAME}([,;\t]){_NAME}(?:\1{_NAME}){{0,62}}+(?=\r?\n)")
+_A_PHONE = re.compile(r"phone|mobile|tel|fax|sms|handy|whatsapp|msisdn|rufnummer")
+_FIELD = r"(?:\"[^\"\n]{0,512}\"|[^\"\n,;\t]{0,512})"
+
+
+def _heading_lines(text: str, low: str) -> Iterator[int]:
+    "Where a line begins that has a word and as many marks as the next one, or fewer."
+    lines, start = low.split("\n"), 0
+    for line, after in zip(lines, lines[1:]):
+        marks = any(0 < line.count(mark) <= after.count(mark) for mark in ",;\t")
+        if marks and len(line) < 4096 and (_ANY_WORD.search(line) or _A_PHONE.search(line)):
+            yield start
+        start += len(line) + 1
+
+# %% ../../nbs/data/10_personal.ipynb #cells-code-b
+def _told_cells(text: str, low: str) -> Iterator[tuple[str, int, str]]:
+    "Name, place and text of each cell in the columns of a table whose names tell."
+    at = 0
+    for start in _heading_lines(text, low):
+        heading = _HEADING.match(text, start) if start >= at else None
+        if not heading:
+            continue
+        names = [name.strip('" ') for name in heading[0].split(heading[1])]
+        told = [(i, name) for i, name in enumerate(names) if _tells(name)]
+        row = re.compile(rf"\r?\n{_FIELD}(?:{heading[1]}{_FIELD}){{{len(names) - 1}}}(?=\r?\n|\Z)")
+        field, at = re.compile(rf"(?:\A|\r?\n|{heading[1]})({_FIELD})"), heading.end()
+        while told and (cells := row.match(text, at)):
+            found = [cell.span(1) for cell in field.finditer(text, at, cells.end())]
+            at = cells.end()
+            for i, name in told:
+                cell = re.search(r"[^\" ](?:[^\"]*[^\" \r])?", text[slice(*found[i])])
+                if cell:
+                    yield name, found[i][0] + cell.start(), re.sub(r"(?<=\d{7})\.0+\Z", "", cell[0])
+
+# %% ../../nbs/data/10_personal.ipynb #number-code
+def _number_under(personal: Personal, key: str, digits: str) -> Iterator[Span]:
+    if len(digits) < 7 or not _tells(key):
+        return
+    for text in dict.fromkeys(digits.zfill(length) for length in (0, 9, 10, 11)):
+        for span in personal.under(key, text):
+            whole = (span.start, span.end) == (0, len(text))
+            if whole and (span.kind != "phone number" or len(digits) > 8):
+                yield span._replace(end=len(digits))
+                return
+
+# %% ../../nbs/data/10_personal.ipynb #detector-kinds
 KINDS = ("IBAN", *_NUMBERS, "phone number", "login")
 
-
+# %% ../../nbs/data/10_personal.ipynb #detector-code
 @dataclass(frozen=True)
 class Personal:
     "A detector of personal data of these `kinds`. Raises ValueError for one that is not known."
@@ -295,12 +355,21 @@ class Personal:
         for kind, spans in (("IBAN", _iban_spans), ("phone number", _plus_spans), ("login", _login_spans)):
             if kind in self.kinds:
                 yield from spans(text)
+        for name, start, cell in _told_cells(text, low):
+            spans = self.number(name, cell) if cell.isdecimal() else self.under(name, cell)
+            yield from (span._replace(start=span.start + start, end=span.end + start) for span in spans)
 
     def under(self, key: str, text: str) -> Iterator[Span]:
         "Spans of `text` when it is set to `key`."
-        before, low = len(key) + 2, lowered(f"{key}: ")
-        if not (_ANY_WORD.search(low) or _PHONE.search(low)):
-            return
-        for span in self(f"{key}: {text}"):
-            if span.start >= before:
-                yield span._replace(start=span.start - before, end=span.end - before)
+        before = f"{_apart(key)}: "
+        for span in self(before + text) if _tells(key) else ():
+            if span.start >= len(before):
+                yield span._replace(start=span.start - len(before), end=span.end - len(before))
+
+    def number(self, key: str, digits: str) -> Iterator[Span]:
+        """The span of a number, not a text, that is set to `key`.
+
+        It may have lost the zeros it began with. Fewer than nine digits are no telephone's, fewer than seven
+        nobody's.
+        """
+        return _number_under(self, key, digits)

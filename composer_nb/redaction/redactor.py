@@ -20,6 +20,7 @@ from .broken import broken_spans, mended
 from .personal import KINDS, Personal, compact, login_user
 from composer_nb.redaction.spans import (
     FILE,
+    NUMBER,
     PLACEHOLDERS,
     FileName,
     NotCleanError,
@@ -89,6 +90,7 @@ class Searcher:
 
     def __init__(self, detectors: Sequence[Detector]) -> None:
         self.detectors = detectors
+        self.people = [detector for detector in detectors if isinstance(detector, Personal)]
         self.known: Spans = {}
         self.pages: dict[str, Spans] = {}
         self.held = 0
@@ -99,7 +101,10 @@ class Searcher:
             return self.pages[page]
         leaves: dict[Leaf, None] = {}
         walk(value, where, lambda text, _, key: leaves.setdefault((text, key)) or text)
-        for bundle in _bundles([leaf for leaf in leaves if leaf not in self.known]):
+        fresh = [leaf for leaf in leaves if leaf not in self.known]
+        numbers = {leaf for leaf in fresh if leaf[1].startswith(NUMBER)}
+        self.known |= {leaf: _of_number(self.people, *leaf) for leaf in numbers}
+        for bundle in _bundles([leaf for leaf in fresh if leaf not in numbers]):
             together = _NUL.join(text for text, _ in bundle)
             clean = len(bundle) > 1 and not _detect(self.detectors, together, "")
             for text, key in bundle:
@@ -133,6 +138,11 @@ def _keyed(detectors: Sequence[Detector], text: str, key: str) -> Iterator[Span]
             yield from detector.under(key, text)
 
 
+def _of_number(people: Sequence[Personal], digits: str, key: str) -> tuple[Span, ...]:
+    "Spans of a number that is no text: what its key makes of it."
+    return tuple(span for one in people for span in one.number(key.removeprefix(NUMBER), digits))
+
+# %% ../../nbs/data/12_redactor.ipynb #c011-bundles
 def _bundles(leaves: Sequence[Leaf], size: int = 2**16) -> Iterator[list[Leaf]]:
     "Leaves in groups of about `size` characters."
     group, held = [], 0

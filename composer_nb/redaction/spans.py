@@ -16,7 +16,7 @@ from typing import Any
 from .detectors import Span
 
 # %% auto #0
-__all__ = ['PLACEHOLDERS', 'Visit', 'FILE', 'kept_pattern', 'merged', 'pieces_of', 'Redaction', 'RedactionReport',
+__all__ = ['PLACEHOLDERS', 'Visit', 'FILE', 'NUMBER', 'kept_pattern', 'merged', 'pieces_of', 'Redaction', 'RedactionReport',
            'NotCleanError', 'Tally', 'FileName', 'walk']
 
 # %% ../../nbs/data/11_spans.ipynb #c007-a11999
@@ -155,7 +155,7 @@ class Tally:
 
 # %% ../../nbs/data/11_spans.ipynb #c020-6352e5
 Visit = Callable[[str, str, str], str]
-FILE = "\0file"
+FILE, NUMBER = "\0file", "\0number "
 
 
 class FileName(str):
@@ -163,13 +163,17 @@ class FileName(str):
 
 
 def walk(value: Any, where: str, visit: Visit, key: str = "") -> Any:
-    "`value` with every text replaced by `visit(text, where, key)`; `key` is the name the text is set to."
+    """`value` with every text replaced by `visit(text, where, key)`; `key` is the name the text is set to.
+
+    A number as long as a telephone's is visited as its digits, under `NUMBER` and the key; it stays a number
+    unless they change.
+    """
     if isinstance(value, FileName):
         return visit(value, where, FILE)
     if isinstance(value, str):
         return _walk_json(value, where, visit) if _is_json(value) else visit(value, where, key)
     if value is None or isinstance(value, (bool, int, float)):
-        return value
+        return _walk_number(value, where, visit, key)
     if isinstance(value, Mapping):
         return _walk_mapping(value, where, visit)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
@@ -191,29 +195,48 @@ def _walk_mapping(value: Mapping[str, Any], where: str, visit: Visit) -> dict[st
     return walked
 
 # %% ../../nbs/data/11_spans.ipynb #c021-b6cf80
-_LITERAL = re.compile(r'("(?:[^"\\]|\\.)*+")(\s*+:)?')
+_LITERAL = re.compile(r'("(?:[^"\\]|\\.)*+")(\s*+:)?|(?<![\w.+-])(\d{7,19})(?:\.0+)?(?![\w.])')
 
 
 def _is_json(text: str) -> bool:
-    "Whether `text` is a JSON object, list or string."
+    "Whether `text` is a JSON object, list or string, or lines of objects and lists."
     if text.lstrip()[:1] not in ("{", "[", '"'):
         return False
     try:
         json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg == "Extra data" and "\n" in text and _are_json(text.split("\n"))
     except (ValueError, RecursionError):
         return False
     return True
 
 
+def _are_json(lines: Sequence[str]) -> bool:
+    "Whether each line is empty or an object or a list."
+    return all(not line.strip() or (line.lstrip()[0] in "{[" and _is_json(line)) for line in lines)
+
+
 def _walk_json(text: str, where: str, visit: Visit) -> str:
-    "A JSON document with each string literal treated and all else as it was."
+    "A JSON document with each string, and each long number, treated and all else as it was."
     key = shown = ""
 
     def treat(found: re.Match[str]) -> str:
         nonlocal key, shown
+        if digits := found[3]:
+            new = visit(digits, f"{where}{{{shown}}}", NUMBER + key)
+            return found[0] if new == digits else json.dumps(new)
         inner, colon = json.loads(found[1]), found[2] or ""
         new = walk(inner, f"{where}{{{shown}}}", visit, "" if colon else key)
         key, shown = (inner, new) if colon else (key, shown)
         return found[0] if new == inner else json.dumps(new, ensure_ascii=found[1].isascii()) + colon
 
     return _LITERAL.sub(treat, text)
+
+# %% ../../nbs/data/11_spans.ipynb #c021-number
+_DIGITS = re.compile(r"(\d{7,19})(?:\.0+)?")
+
+
+def _walk_number(value: bool | int | float | None, where: str, visit: Visit, key: str) -> Any:
+    digits = _DIGITS.fullmatch(repr(value)) if isinstance(value, (int, float)) else None
+    new = visit(digits[1], where, NUMBER + key) if digits else ""
+    return value if not digits or new == digits[1] else new

@@ -5,15 +5,17 @@
 # %% ../../nbs/replay/51_command.ipynb #comma003
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from composer_nb.traces import TraceState
 
 # %% auto #0
-__all__ = ['app', 'LEFT', 'ingest', 'redact', 'estimate', 'run', 'status', 'settle', 'repair', 'view', 'pairs', 'export', 'push']
+__all__ = ['app', 'LEFT', 'IngestOptions', 'ingest', 'redact', 'estimate', 'run', 'status', 'settle', 'repair', 'view', 'pairs',
+           'export', 'push']
 
 # %% ../../nbs/replay/51_command.ipynb #comma006
 app = typer.Typer(no_args_is_help=True, help="From a folder of agent sessions to preference pairs.")
@@ -64,20 +67,52 @@ def _terminable() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
 
+# %% ../../nbs/replay/51_command.ipynb #spread00
+@dataclass(frozen=True)
+class IngestOptions:
+    "How a log is read and what its states offer: an option of the shell each."
+
+    format: Annotated[str, typer.Option(help="auto, or the name of a format")] = "auto"
+    sidechains: Annotated[bool, typer.Option(help="also what sub-agents did")] = False
+    agent: Annotated[str, typer.Option(help="whose documented tools are offered: claude-code")] = ""
+    tools: Annotated[Path | None, typer.Option(help="JSON list of function schemas to offer")] = None
+    system: Annotated[Path | None, typer.Option(help="text of a system message for states without")] = None
+    infer: Annotated[bool, typer.Option(help="offer tools as their calls show them")] = True
+    exit_codes: Annotated[bool, typer.Option(help="an exit code other than 0 is an error site")] = False
+    errors_only: Annotated[bool, typer.Option(help="only steps whose call failed")] = False
+    prompt: Annotated[str | None, typer.Option(help="what was asked, for a log that lacks it")] = None
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="a text, or YAML or JSON with one for each log by its name")
+    ] = None
+
+# %% ../../nbs/replay/51_command.ipynb #spread01
+def _spread(command: Callable[..., Any]) -> Callable[..., Any]:
+    "The command with the fields of its last parameter, a dataclass, as parameters of its own."
+    *own, last = inspect.signature(command, eval_str=True).parameters.values()
+    hints = get_type_hints(last.annotation, include_extras=True)
+    of = {name: inspect.signature(last.annotation).parameters[name].default for name in hints}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    fields = [inspect.Parameter(n, kind, default=of[n], annotation=hints[n]) for n in hints]
+    signature = inspect.Signature([*own, *fields])
+
+    @wraps(command)
+    def spread(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        told = last.annotation(**{name: bound.arguments.pop(name) for name in hints})
+        return command(**bound.arguments, **{last.name: told})
+
+    spread.__signature__ = signature
+    return spread
+
 # %% ../../nbs/replay/51_command.ipynb #comma008
 @app.command()
 @_refuses
+@_spread
 def ingest(
     logs: Annotated[Path, typer.Argument(help="a log, or a folder of them")],
     out: Annotated[Path, typer.Option(help="file of states to write")] = Path("states.jsonl"),
-    format: Annotated[str, typer.Option(help="auto, or the name of a format")] = "auto",
-    sidechains: Annotated[bool, typer.Option(help="also what sub-agents did")] = False,
-    agent: Annotated[str, typer.Option(help="whose documented tools are offered: claude-code")] = "",
-    tools: Annotated[Path | None, typer.Option(help="JSON list of function schemas to offer")] = None,
-    system: Annotated[Path | None, typer.Option(help="text of a system message for states without")] = None,
-    infer: Annotated[bool, typer.Option(help="offer tools as their calls show them")] = True,
-    exit_codes: Annotated[bool, typer.Option(help="an exit code other than 0 is an error site")] = False,
-    errors_only: Annotated[bool, typer.Option(help="only steps whose call failed")] = False,
+    told: IngestOptions = IngestOptions(),
 ) -> None:
     "Read a log, or every log of a folder, into a file of states."
     from composer_nb.traces import IngestReport, save_states, with_tools
@@ -86,11 +121,12 @@ def ingest(
 
     if out.resolve().is_relative_to(logs.resolve()):
         raise ValueError(f"{out} stands among the logs that are read; name a place outside of {logs}")
-    given = _schemas(tools) if tools else []
-    text, report = system.read_text(encoding="utf-8") if system else "", IngestReport()
-    states = read(logs, format, sidechains=sidechains, exit_codes=exit_codes, report=report)
-    states = with_tools(states, tools=given, agent=agent or None, infer=infer, system=text)
-    count = save_states((state for state in states if state.is_error_site or not errors_only), out)
+    given = _schemas(told.tools) if told.tools else []
+    text = told.system.read_text(encoding="utf-8") if told.system else ""
+    how = {"sidechains": told.sidechains, "exit_codes": told.exit_codes, "prompt": _asked(told)}
+    states = read(logs, told.format, **how, report=(report := IngestReport()))
+    states = with_tools(states, tools=given, agent=told.agent or None, infer=told.infer, system=text)
+    count = save_states((state for state in states if state.is_error_site or not told.errors_only), out)
     typer.echo(str(report))
     typer.echo(f"{out}: {count} states")
     if failed := report.skipped[FAILED_ASIDE]:
@@ -107,6 +143,28 @@ def _schemas(path: Path) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ValueError(f"{path} is not a list of function schemas")
     return found
+
+
+def _asked(told: IngestOptions) -> str | dict[str, str]:
+    "What was asked, as an option or a file says it; nothing where neither does."
+    if told.prompt is not None and told.prompt_file:
+        raise ValueError("--prompt and --prompt-file both say what was asked: leave one of them out")
+    place, found = told.prompt_file, told.prompt
+    if place:
+        found = place.read_text(encoding="utf-8").rstrip("\n")
+    if place and place.suffix in (".yaml", ".yml", ".json"):
+        import yaml
+
+        try:
+            found = yaml.safe_load(found)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{place} is no YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(found, dict) or not all(isinstance(v, str) for kv in found.items() for v in kv):
+            raise ValueError(f"{place} does not give each log's name a text, such as run.jsonl: Fix it.")
+    texts = found.values() if isinstance(found, dict) else [found]
+    if not all(text is None or text.strip() for text in texts):
+        raise ValueError(f"{place or '--prompt'} holds an empty prompt: write what was asked")
+    return found or ""
 
 # %% ../../nbs/replay/51_command.ipynb #comma009
 @app.command()
@@ -292,7 +350,7 @@ def view(
     left = f", {done.left_out} left out (--states shows more)" if done.left_out else ""
     typer.echo(f"{out}: {done.states} states{left}, {done.pairs} pairs, {done.error_sites} with an error")
     if unredacted:
-        typer.echo("nobody checked these states for secrets: keep the page on this machine", err=True)
+        typer.echo("nobody checked states and answers for secrets: keep the page on this machine", err=True)
     if done.missing:
         typer.echo(f"{done.missing} questions have no reply yet", err=True)
         raise typer.Exit(LEFT)

@@ -9,16 +9,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
-
-from ..forward import eval_mode
 from .actions import opened, plain_text, read_action, speller
 from ..traces import Action, TraceState, action_text, parse_action
 from ..traces.tools import misfits
+
+if TYPE_CHECKING:  # torch is imported by the judge that needs it
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['Outcome', 'Replies', 'TextJudge', 'exact', 'judge_name', 'EmbeddingJudge', 'hidden_state_embedder', 'LLMJudge',
@@ -64,6 +63,8 @@ class EmbeddingJudge:
 
     def cosine(self, a: str, b: str) -> float | None:
         "Cosine of the two vectors, None when one is zero or not finite."
+        import torch
+
         if fresh := [text for text in dict.fromkeys((a, b)) if text not in self._known]:
             self._known |= zip(fresh, torch.as_tensor(self.embed(fresh), dtype=torch.float64))
         one, other = self._known[a], self._known[b]
@@ -78,6 +79,9 @@ def hidden_state_embedder(
 
     A text without tokens gets zeros.
     """
+    import torch
+
+    from composer_nb.forward import eval_mode
 
     def vector(text: str) -> Tensor:
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from ..hints import render as render_chat
 from .consensus import visible_text
 from ..traces import Action, Message, action_text, message_action, parse_action
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['student_messages']

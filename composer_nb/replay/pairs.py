@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 
-from transformers import PreTrainedTokenizerBase
-
-from ..batch import DPOPair
 from .actions import speller
 from .arbiter import Arbiter, arbitrate
 from composer_nb.replay.consensus import (
@@ -28,6 +25,10 @@ from composer_nb.replay.consensus import (
 )
 from .export import student_messages
 from ..traces import Action, TraceState, action_message, action_text, mend_context, parse_action
+from ..traces.pair import DPOPair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['TeacherActions', 'VoteOptions', 'extract_dpo_pairs', 'decided', 'PairReport', 'consensus_table']

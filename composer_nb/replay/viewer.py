@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
+from typing import Any
 
 from ..files import replacing
 from ..hints import NOT_MISTAKES, ErrorSite, error_sites, template_hint, tool_schemas
@@ -349,20 +350,34 @@ def _shown_states(
         if number > limit:
             yield None
             continue
-        if not unredacted:
-            _check(state, plan.personal)
         found = recorded([state], teachers, ledger, plan.allow_same_vendor)
+        if not unredacted:
+            _check(state, found, plan.personal)
         yield ShownState(number, state, found, consensus_of(plan, state, found), plan)
 
-
-def _check(state: TraceState, personal: bool | Collection[str]) -> None:
+# %% ../../nbs/replay/50_viewer.ipynb #viewr035b
+def _check(state: TraceState, found: Recorded, personal: bool | Collection[str]) -> None:
+    "Raises ValueError for a state, or an answer to it, that redaction would change."
+    who, remedy = f"state {state.state_id!r}", "`composer-nb replay redact` comes first; "
+    redactor = Redactor(personal=personal)
     try:
-        assert_clean(state, redactor=Redactor(personal=personal))
+        assert_clean(state, redactor=redactor)
+        who, remedy = f"an answer to {who}", ""
+        assert_clean({n: _told(r) for n, r in found.replies[state.state_id].items() if r}, redactor=redactor)
     except NotCleanError as error:
         raise ValueError(
-            f"state {state.state_id!r} would be shown with what redaction replaces ({error}); "
-            "`composer-nb replay redact` comes first; with `unredacted` it is shown as it is"
+            f"{who} would be shown with what redaction replaces ({error}); "
+            f"{remedy}with `unredacted` it is shown as it is"
         ) from None
+
+
+def _told(reply: TeacherReply) -> dict[str, Any]:
+    "What the page shows of an answer."
+    told, action = {"reason": reply.reason, "model": reply.model, "provider": reply.provider}, reply.action
+    if action is not None:
+        calls = [{"name": call.name, "arguments": call.arguments} for call in action.tool_calls]
+        told |= {"text": action.text, "thinking": action.thinking, "tool_calls": calls}
+    return told
 
 # %% ../../nbs/replay/50_viewer.ipynb #viewr036
 def write_page(
@@ -372,8 +387,8 @@ def write_page(
     """Write the page of a plan, whole or not at all; nobody is asked.
 
     `limit`: states shown, from the first. `text`: characters shown of one text. Raises ValueError for either
-    below 1, for a line that is no state, a state id that comes twice and, unless `unredacted`, a state that
-    redaction would change.
+    below 1, for a line that is no state, a state id that comes twice and, unless `unredacted`, a state or an
+    answer that redaction would change.
     """
     if min(limit, text) < 1:
         raise ValueError(f"limit is {limit} and text is {text}: a page shows at least one of each")

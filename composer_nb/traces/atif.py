@@ -5,9 +5,14 @@
 # %% ../../nbs/data/08_atif.ipynb #c004-33aa37
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
 from typing import Any
 
 from composer_nb.traces.ingester import (
@@ -34,7 +39,7 @@ from composer_nb.traces.state import (
 )
 
 # %% auto #0
-__all__ = ['Trajectory', 'ATIFIngester']
+__all__ = ['Trajectory', 'named_by_others', 'ATIFIngester']
 
 # %% ../../nbs/data/08_atif.ipynb #c007-4c61a1
 def _atif_step(
@@ -135,6 +140,7 @@ class Trajectory:
     name: str
     sidechains: bool = False
     token_ids: bool = False
+    aside: bool = False  # it is a sub-agent's
 
     @property
     def agent(self) -> Mapping[str, Any]:
@@ -150,19 +156,29 @@ class Trajectory:
 
     def states(self) -> Iterator[TraceState]:
         "The states of its steps, then those of its sub-agents."
-        context = Prefix()
-        for number, step in enumerate(self.record["steps"], 1):
-            try:
-                action, failures, messages = _atif_step(step, self.source.report.skipped)
-            except (ValueError, RecursionError) as error:
-                self.source.bad(self.line, f"step {number}: {error or 'nested too deeply'}")
-                continue
-            acted_here = step.get("is_copied_context") is not True and step.get("llm_call_count") != 0
-            if action and context and acted_here:
-                yield _step_state(self, number, step, context, action, failures)
-            context = context.plus(*messages)
+        steps, marked = _told_apart(self)
+        yield from _states_of(self, steps)
+        yield from _marked_states(self, marked)
         for child in _children(self):
             yield from child.states()
+
+# %% ../../nbs/data/08_atif.ipynb #c013-states
+_Steps = list[tuple[int, Any]]  # with their numbers
+
+
+def _states_of(trajectory: Trajectory, steps: _Steps) -> Iterator[TraceState]:
+    "The states of one agent's steps."
+    context = Prefix()
+    for number, step in steps:
+        try:
+            action, failures, messages = _atif_step(step, trajectory.source.report.skipped)
+        except (ValueError, RecursionError) as error:
+            trajectory.source.bad(trajectory.line, f"step {number}: {error or 'nested too deeply'}")
+            continue
+        acted_here = step.get("is_copied_context") is not True and step.get("llm_call_count") != 0
+        if action and context and acted_here:
+            yield _step_state(trajectory, number, step, context, action, failures)
+        context = context.plus(*messages)
 
 # %% ../../nbs/data/08_atif.ipynb #c014-4dacea
 def _step_state(
@@ -176,7 +192,8 @@ def _step_state(
         [tool for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else [], failures,
         text_or(step.get("model_name")) or text_or(agent.get("model_name")),
         _sampled_ids(step) if trajectory.token_ids else None, f"{source.name}:{trajectory.line}",
-        {"session": text_or(record.get("session_id")), "agent": text_or(agent.get("name"))},
+        {"session": text_or(record.get("session_id")), "agent": text_or(agent.get("name"))}
+        | ({"sidechain": True} if trajectory.aside else {}),
     )
 
 
@@ -196,7 +213,7 @@ def _children(trajectory: Trajectory) -> Iterator[Trajectory]:
             if failed := _failed_calls(trajectory, child):
                 trajectory.source.report.skipped[FAILED_ASIDE] += failed
         elif isinstance(child, dict) and isinstance(child.get("steps"), list):
-            yield replace(trajectory, record=child, name=f"{trajectory.full_name}/sub{number}")
+            yield replace(trajectory, record=child, name=f"{trajectory.full_name}/sub{number}", aside=True)
         else:
             trajectory.source.bad(trajectory.line, f"sub-agent trajectory {number} has no steps")
 
@@ -206,14 +223,65 @@ def _failed_calls(trajectory: Trajectory, child: Any) -> int:
     if not isinstance(child, dict) or not isinstance(child.get("steps"), list):
         return 0
     quiet = replace(trajectory.source, report=IngestReport())
-    states = replace(trajectory, source=quiet, record=child, sidechains=True).states()
+    states = replace(trajectory, source=quiet, record=child, sidechains=True, aside=True).states()
     return sum(len(state.failures) for state in states)
+
+# %% ../../nbs/data/08_atif.ipynb #asidecd0
+def _told_apart(trajectory: Trajectory) -> tuple[_Steps, _Steps]:
+    "The steps of the agent, and those among them that are marked as a sub-agent's."
+    apart: tuple[_Steps, _Steps] = [], []
+    for number, step in enumerate(trajectory.record["steps"], 1):
+        extra = step.get("extra") if isinstance(step, Mapping) else None
+        marked = isinstance(extra, Mapping) and extra.get("is_sidechain") is True
+        apart[marked and not trajectory.aside].append((number, step))
+    return apart
+
+
+def _marked_states(trajectory: Trajectory, marked: _Steps) -> Iterator[TraceState]:
+    "The states of marked steps, each run of which is a conversation, or what is counted of them."
+    report, runs, last = trajectory.source.report, list[_Steps](), -1
+    for number, step in marked:
+        runs += [[]] if number != last + 1 else []
+        runs[-1].append((number, step))
+        last = number
+    kept = replace(trajectory, aside=True)
+    if not trajectory.sidechains and marked:
+        report.skipped["sub-agent step"] += len(marked)
+        kept = replace(kept, source=replace(trajectory.source, report=IngestReport()))
+    states = (state for run in runs for state in _states_of(kept, run))
+    if trajectory.sidechains:
+        yield from states
+    elif failed := sum(len(state.failures) for state in states):
+        report.skipped[FAILED_ASIDE] += failed
+
+# %% ../../nbs/data/08_atif.ipynb #asidecd1
+_PATH = re.compile(rb'"trajectory_path"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+def named_by_others(folder: Path) -> frozenset[Path]:
+    "The documents of a folder that others there name as trajectories of sub-agents."
+    files = {file for file in folder.iterdir() if file.suffix in (".json", ".jsonl") and file.is_file()}
+    found = set[Path]()
+    for file in files:
+        for path in map(json.loads, _paths_in(file)):
+            named = [place for place in (folder / path, folder / Path(path).name) if place in files]
+            found |= {place for place in named[:1] if place != file}
+    return frozenset(found)
+
+
+def _paths_in(file: Path) -> set[bytes]:
+    "The JSON texts of the paths that a document names; it may be larger than memory."
+    with file.open("rb") as opened:
+        if not file.stat().st_size:
+            return set()
+        with mmap(opened.fileno(), 0, access=ACCESS_READ) as whole:
+            return set(_PATH.findall(whole))
 
 # %% ../../nbs/data/08_atif.ipynb #c015-e1f59b
 class ATIFIngester(FileIngester, format="atif"):
     """States from ATIF trajectories: a `.json` document each, or one per line of a `.jsonl`.
 
-    Embedded sub-agent trajectories are left out unless `sidechains`. `token_ids` takes `completion_token_ids`
+    What sub-agents did is left out unless `sidechains`. `token_ids` takes `completion_token_ids`
     as `student_ids`, which is right only when the model in training sampled them. A document is read whole.
     """
 
@@ -223,6 +291,12 @@ class ATIFIngester(FileIngester, format="atif"):
     def __init__(self, *, sidechains: bool = False, token_ids: bool = False) -> None:
         super().__init__()
         self.sidechains, self.token_ids = sidechains, token_ids
+        self.named: dict[Path, frozenset[Path]] = {}
+
+    def ingest(self, path: str | os.PathLike) -> Iterator[TraceState]:
+        "The states of a file, or of every log under a folder, one at a time."
+        self.named = {}
+        return super().ingest(path)
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:
@@ -232,7 +306,14 @@ class ATIFIngester(FileIngester, format="atif"):
 
     def states_of(self, source: Source) -> Iterator[TraceState]:
         "The states of one file."
+        aside = source.path in self.named.get(source.path.parent, ())
         for line, record in own_records(self, source, "not a trajectory"):
             source.report.types[text_or(record.get("schema_version")) or "ATIF"] += 1
             name = source.stem if source.path.suffix == ".json" else f"{source.stem}:{line}"
-            yield from Trajectory(source, line, record, name, self.sidechains, self.token_ids).states()
+            yield from Trajectory(source, line, record, name, self.sidechains, self.token_ids, aside).states()
+
+    def passes_over(self, file: Path) -> bool:
+        "Whether another document names it as a sub-agent's."
+        if file.parent not in self.named:
+            self.named[file.parent] = named_by_others(file.parent)
+        return not self.sidechains and file in self.named[file.parent]

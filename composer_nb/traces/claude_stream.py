@@ -149,14 +149,15 @@ def _moves(call: ToolCall, folder: str) -> bool:
 
 def _prompt(stream: ClaudeStream, talk: Conversation, line: int) -> None:
     "What was asked, where the stream begins without it."
-    given = stream.prompt(stream.source.path) if callable(stream.prompt) else stream.prompt
-    is_first = talk is stream.talks.get("") and "prompt" not in talk.facts
-    if given and is_first:
+    given = ""
+    if talk is stream.talks.get("") and "prompt" not in talk.facts:
+        given = stream.prompt(stream.source.path) if callable(stream.prompt) else stream.prompt
+    if given:
         talk.facts["prompt"] = "given"
     else:
         talk.facts["prompt"] = "missing"
         stream.source.repair(line, f"what was asked is not in the stream: {MISSING!r} stands for it")
-    talk.said({"role": "user", "content": given if given and is_first else MISSING})
+    talk.said({"role": "user", "content": given or MISSING})
 
 # %% ../../nbs/data/09_claude_stream.ipynb #stream009
 class ClaudeStreamIngester(FileIngester, format="claude-stream"):
@@ -168,6 +169,7 @@ class ClaudeStreamIngester(FileIngester, format="claude-stream"):
 
     suffixes = (".jsonl", ".json")
     has_sidechains = True
+    takes_prompt = True
 
     def __init__(self, *, sidechains: bool = False, prompt: Prompt = "") -> None:
         super().__init__()

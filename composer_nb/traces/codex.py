@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .conversation import Conversation, OpenTurn, counted
 from .ingester import TOOL_ERROR, ExitCodeIngester, text_or
 from .lines import Source
 from .prefix import Prefix
-from .state import Message, TraceState
+from .state import Message, TraceState, content_text
 
 # %% auto #0
 __all__ = ['OUTPUTS', 'ITEMS', 'RECORDS', 'Output', 'parts_text', 'CodexLog', 'take_item', 'CodexIngester']
@@ -85,6 +85,7 @@ class CodexLog(Conversation):
     "One rollout file on its way through."
 
     exit_codes: bool = False
+    summaries: set[str] = field(default_factory=set)
 
     def states(self) -> Iterator[TraceState]:
         bad = 0
@@ -152,7 +153,8 @@ def _settings(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "The context becomes the history that replaces it."
     log.finish()
-    log.context = Prefix.of([m for m in log.context if m["role"] == "system"])
+    before = list(log.context)
+    log.context = Prefix.of([m for m in before if m["role"] == "system"])
     history = payload.get("replacement_history")
     if isinstance(history, list):
         known = len(log.ready)  # what the history holds were states before
@@ -164,8 +166,42 @@ def _compact(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
             log.finish()
             del log.ready[known:]
     elif summary := text_or(payload.get("message")):
-        log.source.repair(line, "a compaction that names no history: its summary is the context")
-        log.context = log.context.plus({"role": "user", "content": summary})
+        why = "a compaction that names no history: its summary, and what the user said, are the context"
+        log.source.repair(line, why)
+        log.context = Prefix.of(_kept(before, log.summaries)).plus({"role": "user", "content": summary})
+        log.summaries.add(summary)
+
+# %% ../../nbs/data/09_codex.ipynb #codexkept
+_NO_INSTRUCTIONS = re.compile(r"<(?:turn_aborted|user_action)")
+_KEPT_TOKENS = 20_000
+
+
+def _kept(messages: Sequence[Message], summaries: Collection[str]) -> list[Message]:
+    "The instructions, and of what the user said the last part that a compaction keeps."
+    first, said, left = list[Message](), list[Message](), _KEPT_TOKENS
+    for message in messages:
+        text, role = content_text(message.get("content")), message["role"]
+        by_program = role == "user" and _BY_PROGRAM.match(text) and not _NO_INSTRUCTIONS.match(text)
+        if role in ("system", "developer") or by_program:
+            first.append(message)
+        elif role == "user" and text not in summaries and not _BY_PROGRAM.match(text):
+            said.append(message)
+    kept: list[Message] = []
+    for message in reversed(said):
+        kept.append(message | {"content": _cut(text := content_text(message["content"]), left)})
+        left -= -(-len(text.encode("utf-8", "surrogatepass")) // 4)
+        if left <= 0:
+            break
+    return first + kept[::-1]
+
+
+def _cut(text: str, tokens: int) -> str:
+    "The text, or its two ends where it is longer than so many tokens of four bytes."
+    whole = text.encode("utf-8", "surrogatepass")
+    if len(whole) <= 4 * tokens:
+        return text
+    head, tail = (part.decode("utf-8", "ignore") for part in (whole[: 2 * tokens], whole[-2 * tokens :]))
+    return f"{head}…{-(-len(whole) // 4) - tokens} tokens truncated…{tail}"
 
 # %% ../../nbs/data/09_codex.ipynb #codex015
 def take_item(talk: Conversation, line: int, item: Mapping[str, Any], exit_codes: bool = False) -> None:

@@ -19,9 +19,9 @@ from .lines import IngestReport, Source
 from .state import LATE_THOUGHT, TraceState, content_text
 
 # %% auto #0
-__all__ = ['Format', 'INGESTERS', 'FAILED_ASIDE', 'TOOL_ERROR', 'Ingester', 'FileIngester', 'ExitCodeIngester', 'own_records',
-           'log_files', 'text_or', 'listed', 'arguments_of', 'result_text', 'split_thought', 'record_format',
-           'file_format', 'ingest']
+__all__ = ['Format', 'INGESTERS', 'FAILED_ASIDE', 'TOOL_ERROR', 'Prompts', 'Ingester', 'FileIngester', 'ExitCodeIngester',
+           'own_records', 'log_files', 'text_or', 'listed', 'arguments_of', 'result_text', 'split_thought',
+           'record_format', 'file_format', 'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
 Format = Literal[
@@ -51,6 +51,7 @@ class FileIngester(ABC):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
     has_sidechains: ClassVar[bool] = False
     has_exit_codes: ClassVar[bool] = False
+    takes_prompt: ClassVar[bool] = False  # its logs may lack what was asked
     turn_fact: ClassVar[str] = ""  # names a turn in every copy of its session
 
     def __init_subclass__(cls, format: str | None = None) -> None:
@@ -232,6 +233,34 @@ def file_format(path: str | os.PathLike, look: int = 100) -> str | None:
     found = (record_format(record) for _, (_, record, _) in zip(range(look), records))
     return next((format for format in found if format), None)
 
+# %% ../../nbs/data/05_ingester.ipynb #asked001
+Prompts = str | Mapping[str, str]  # of the one log that lacks it, or by the log's name
+
+
+class _Asked:
+    "What was asked, for logs that lack it; a format calls it with a file that does."
+
+    def __init__(self, given: Prompts, root: Path) -> None:
+        self.given, self.root = given, root
+        self.used: set[str] = set()
+
+    def __call__(self, file: Path) -> str:
+        name = file.relative_to(self.root).as_posix() if self.root.is_dir() else file.name
+        found = self.given if isinstance(self.given, str) else self.given.get(name, "")
+        self.used |= {name} if found else set()
+        return found
+
+    def followed(self, states: Iterator[TraceState]) -> Iterator[TraceState]:
+        "The states; then ValueError for a text that no log took, or one that several did."
+        yield from states
+        if isinstance(self.given, str) and len(self.used) > 1:
+            some = f"{len(self.used)} logs lack their prompt ({', '.join(sorted(self.used)[:3])})"
+            raise ValueError(f"{some}: give each its own by its name")
+        if isinstance(self.given, str) and not self.used:
+            raise ValueError(f"{self.root} holds what was asked: leave the prompt out")
+        if not isinstance(self.given, str) and (unused := sorted(set(self.given) - self.used)):
+            raise ValueError(f"no log that lacks its prompt is named {', '.join(unused)}: leave it out")
+
 # %% ../../nbs/data/05_ingester.ipynb #c018-a4c8e8
 def ingest(
     path: str | os.PathLike,
@@ -239,14 +268,16 @@ def ingest(
     *,
     sidechains: bool = False,
     exit_codes: bool = False,
+    prompt: Prompts = "",
     report: IngestReport | None = None,
 ) -> Iterator[TraceState]:
     """The states of a log, or of every log under a folder. `report` is filled as the states are taken.
 
     `format`: a name in `INGESTERS`, or `auto` to recognise each file. `sidechains`: also take what sub-agents
     did, in formats that tell them apart. `exit_codes`: a call that did not exit with 0 is an error site, in
-    formats that tell exit codes. Raises ValueError for an unknown `format`, or when a single file has
-    none; in a folder such a file is reported.
+    formats that tell exit codes. `prompt`: what was asked, for logs that lack it. Raises ValueError for an
+    unknown `format`, when a single file has none (in a folder such a file is reported), and, once all is
+    read, for a prompt that no log lacked.
     """
     root, report = Path(path), IngestReport() if report is None else report
     known = {name: kind for name, kind in INGESTERS.items() if kind}
@@ -259,10 +290,16 @@ def ingest(
         names = ", ".join(known)
         why = f"{root.name} has no record of a known format ({names})"
         raise ValueError(f"{why}; name the format, or look at its first line")
-    made = {name: _made(kind, sidechains, exit_codes) for name, kind in known.items()}
-    return _read_files(root, [(file, made.get(name)) for file, name in zip(files, formats)], report)
+    asked = _Asked(prompt, root) if prompt else None
+    options = {"sidechains": sidechains, "exit_codes": exit_codes, "prompt": asked or ""}
+    made = {name: _made(kind, options) for name, kind in known.items() if name in formats}
+    if asked and not any(kind.takes_prompt for kind in made.values()):
+        which = ", ".join(name for name, kind in known.items() if kind.takes_prompt) or "none here"
+        raise ValueError(f"no log in {root} is of a format that can lack its prompt ({which}): leave it out")
+    states = _read_files(root, [(file, made.get(name)) for file, name in zip(files, formats)], report)
+    return asked.followed(states) if asked else states
 
-
-def _made(kind: type[FileIngester], sidechains: bool, exit_codes: bool) -> FileIngester:
-    options = {"sidechains": sidechains} if kind.has_sidechains else {}
-    return kind(**options | ({"exit_codes": exit_codes} if kind.has_exit_codes else {}))
+# %% ../../nbs/data/05_ingester.ipynb #made0000
+def _made(kind: type[FileIngester], options: Mapping[str, Any]) -> FileIngester:
+    asks = {"sidechains": kind.has_sidechains, "exit_codes": kind.has_exit_codes, "prompt": kind.takes_prompt}
+    return kind(**{name: value for name, value in options.items() if asks[name]})

@@ -5,13 +5,13 @@
 # %% ../../nbs/data/09_openhands.ipynb #hands003
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .conversation import Conversation, counted
 from .ingester import TOOL_ERROR, ExitCodeIngester, listed, text_or
-from .lines import Source
+from .lines import IngestReport, Source
 from .openai_chat import _chat_message
 from .state import TraceState
 
@@ -52,13 +52,20 @@ def failure_of(event: Mapping[str, Any], exit_codes: bool) -> str:
 # %% ../../nbs/data/09_openhands.ipynb #hands009
 @dataclass(eq=False)
 class HandsRun:
-    "One trajectory on its way through. `away`: a delegate acts; `cut`: a condensation was seen."
+    """One trajectory on its way through.
+
+    `away`: a delegate acts. `cut`: a condensation was seen that does not say what it forgot. `history`: the
+    events that OpenHands makes a context of; `forgotten`: ids of those that it no longer does.
+    """
 
     talk: Conversation
     line: int
     exit_codes: bool = False
     away: bool = False
     cut: bool = False
+    history: list[Mapping[str, Any]] = field(default_factory=list)
+    forgotten: set[int] = field(default_factory=set)
+    summary: tuple[str, int | None] | None = None
 
     def take(self, number: int, event: Any) -> None:
         "One event. Raises ValueError for one of another shape."
@@ -67,15 +74,13 @@ class HandsRun:
         skipped = self.talk.source.report.skipped
         if self.away and event.get("observation") != "delegate":
             skipped["event of a delegate"] += 1
-        elif self.cut or event.get("action") == "condensation":
+        elif self.cut or (event.get("action") == "condensation" and not _condense(self, event)):
             self.cut = True
             skipped["event from a condensation on"] += 1
-        elif "action" in event:
-            _act(self, number, event)
-            self.away = event["action"] == "delegate"
-        else:
-            self.away = False
-            _observe(self, event)
+        elif event.get("action") != "condensation":
+            self.history += [event] if _is_history(event) else []
+            self.away = event.get("action") == "delegate"
+            (_act(self, number, event) if "action" in event else _observe(self, event))
 
 
 def is_event(value: Any) -> bool:
@@ -140,6 +145,89 @@ def _events(record: Mapping[str, Any]) -> list[Any] | None:
     "The events that a record holds, if it holds a list."
     held = (record.get(key) for key in ("history", "trajectory"))
     return next((value for value in held if isinstance(value, list)), None)
+
+# %% ../../nbs/data/09_openhands.ipynb #condcd00
+_NO_HISTORY = ("null", "change_agent_state", "agent_state_changed", "condensation_request")
+
+
+def _is_history(event: Mapping[str, Any]) -> bool:
+    "Whether OpenHands counts an event when it makes a context."
+    return event.get("action", event.get("observation")) not in _NO_HISTORY
+
+
+def _named(args: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> set[int] | None:
+    "The ids of the events that a condensation forgets; None where it, or an event, does not say."
+    ids = [event.get("id") for event in history]
+    if not all(type(id) is int for id in ids) or len(set(ids)) < len(ids):
+        return None
+    for word in ("forgotten", "pruned"):  # the earlier name
+        listed_ = args.get(f"{word}_event_ids")
+        first, last = (args.get(f"{word}_events_{end}_id") for end in ("start", "end"))
+        if isinstance(listed_, list) and all(type(id) is int for id in listed_):
+            return set(listed_)
+        if type(first) is int and type(last) is int:
+            return {id for id in ids if first <= id <= last}
+    return None
+
+# %% ../../nbs/data/09_openhands.ipynb #condcd01
+def _condense(run: HandsRun, event: Mapping[str, Any]) -> bool:
+    "Build the context anew; False where the log does not say of which events."
+    args, talk = _object(event.get("args")), run.talk
+    named = _named(args, run.history)
+    if named is None:
+        return False
+    talk.finish()
+    run.forgotten |= named
+    if text := text_or(args.get("summary")):
+        offset = args.get("summary_offset")
+        run.summary = text, offset if type(offset) is int else None
+    kept = [one for one in run.history if one["id"] not in run.forgotten]
+    talk.source.report.skipped["event forgotten by a condensation"] += len(run.history) - len(kept)
+    run.history = kept
+    again = HandsRun(Conversation(replace(talk.source, report=IngestReport())), run.line)
+    for number, one in enumerate(_whole(_with_summary(kept, run.summary))):
+        with counted(again.talk.source, run.line):
+            (_act(again, number, one) if "action" in one else _observe(again, one))
+    again.talk.finish()
+    talk.context = again.talk.context
+    return True
+
+# %% ../../nbs/data/09_openhands.ipynb #condcd02
+def _with_summary(kept: list[Mapping[str, Any]], summary: tuple[str, int | None] | None) -> list[Any]:
+    "The events with the summary, which the model reads as the user's, at its place or at their end."
+    if summary is None:
+        return kept
+    text, offset = summary
+    said = {"action": "message", "source": "user", "args": {"content": text}}
+    at = len(kept) if offset is None else offset
+    return [*kept[:at], said, *kept[at:]]
+
+
+def _whole(events: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    "The events without replies that lack a result, and results that lack their reply."
+    about = [_object(event.get("tool_call_metadata")) for event in events]
+    seen = {text_or(one.get("tool_call_id")) for event, one in zip(events, about) if "observation" in event}
+    calls = [_call_ids(one) for one in about]
+    there = {id for event, ids in zip(events, calls) if "action" in event and ids <= seen for id in ids}
+    early: dict[str, Mapping[str, Any]] = {}  # results that stand before what is left of their reply
+    started = set[str]()
+    for event, one, ids in zip(events, about, calls):
+        id = text_or(one.get("tool_call_id"))
+        if not one or ("observation" in event and id in started):
+            yield event
+        elif "action" in event and ids <= seen:
+            started |= ids
+            yield from (event, *(early.pop(each) for each in sorted(ids & early.keys())))
+        elif "observation" in event and id in there:
+            early[id] = event
+
+
+def _call_ids(metadata: Mapping[str, Any]) -> set[str]:
+    "The ids of all calls of the reply that an event came from."
+    choices = _object(metadata.get("model_response")).get("choices")
+    first = _object(choices[0]) if isinstance(choices, list) and choices else {}
+    calls = _object(first.get("message")).get("tool_calls")
+    return {text_or(_object(call).get("id")) for call in calls if call} if isinstance(calls, list) else set()
 
 # %% ../../nbs/data/09_openhands.ipynb #hands012
 class OpenHandsIngester(ExitCodeIngester, format="openhands"):
