@@ -42,6 +42,9 @@ class RunOptions:
         for name in ("questions", "heldout", "longest_prompt", "longest_answer"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")
+        if self.heldout == 0 and self.longest_answer != RunOptions.longest_answer:
+            said = f"longest_answer={self.longest_answer} has no effect with heldout=0"
+            raise ValueError(f"{said}, where nothing is scored: set heldout, or leave longest_answer out")
 
 
 def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions, ComposerConfig]:

@@ -109,6 +109,9 @@ def settings_of(
     if found.rlsd > 0 and feedback is None:
         said = f"rlsd={found.rlsd} needs feedback_func"
         raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
+    calls = others.get("tools") or others.get("environment_factory")
+    if (turns := found.max_tool_calling_iterations) is not None and not calls:
+        raise ValueError(f"max_tool_calling_iterations={turns} has no effect without tools: leave it out")
     if found.advantages == "turn":
         refuse_silent_turns(others.get("rollout_func"), others.get("environment_factory"))
     return found
