@@ -245,7 +245,6 @@ def test_every_field_of_the_report_shows_in_the_log(tmp_path, name) -> None:
         (dict(policy_loss="dppo", trl=dict(loss_type="grpo")), "loss_type='grpo'"),
         (dict(policy_loss="dppo", trl=dict(delta=2.0)), "delta"),
         (dict(policy_loss="dppo", trl=dict(beta=0.1)), "beta=0.1"),
-        (dict(alpha_sdpo=0.0, beta_replay=0.0, grad_norm_steps=5), "grad_norm_steps=5 has no effect"),
         (dict(trl=dict(max_tool_calling_iterations=2)), "max_tool_calling_iterations=2 has no effect without tools"),
     ],
 )

@@ -259,9 +259,6 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
         raise ValueError(
             "scale_rewards='batch' has no meaning for advantages='turn': set 'group' or 'none'"
         )
-    if args.grad_norm_steps and args.alpha_sdpo == 0.0 and args.beta_replay == 0.0:
-        said = f"grad_norm_steps={args.grad_norm_steps} has no effect with alpha_sdpo=0 and beta_replay=0"
-        raise ValueError(f"{said}: TRL logs grad_norm, which is then channel 1's; set it to 0")
     if args.fp16 and args.grad_norm_steps:
         raise ValueError(
             "grad_norm_steps has no effect with fp16, whose unscaled gradients underflow: set it to 0"
