@@ -15,7 +15,7 @@ from trl import GRPOConfig
 from composer_nb.batch import Padding, verified_rows
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.config import HintOptions, PolicyTermOptions, PreferenceOptions
-from composer_nb.training.config import ComposerConfig, adopt, scheduled
+from composer_nb.training.config import ComposerConfig, adopt, refuse_without_calls, scheduled
 from composer_nb.training.feedback import Feedback
 
 # --- the loss ---------------------------------------------------------------------------------------
@@ -303,7 +303,6 @@ def test_cispo_takes_the_lower_clip_for_its_cap_where_there_is_no_upper_one(tmp_
 @pytest.mark.parametrize(
     "fields, says",
     [
-        (dict(max_completion_length=6, generation_kwargs={"max_new_tokens": 3}), "set max_completion_length=3"),
         (dict(temperature=1.0, generation_kwargs={"temperature": 0.7}), "set temperature=0.7"),
         (dict(top_p=0.9, generation_kwargs={"top_p": 0.8}), "set top_p=0.8"),
     ],
@@ -311,9 +310,20 @@ def test_cispo_takes_the_lower_clip_for_its_cap_where_there_is_no_upper_one(tmp_
 def test_generation_kwargs_leave_no_field_without_effect(tmp_path, fields, says) -> None:
     with pytest.raises(ValueError, match=says):
         adopt(arguments(tmp_path, **fields), {})
-    same = {name: fields[says.split()[1].split("=")[0]] for name in fields["generation_kwargs"]}
-    adopt(arguments(tmp_path, **fields | dict(generation_kwargs=same)), {})
+    adopt(arguments(tmp_path, **fields | dict(generation_kwargs={n: fields[n] for n in fields["generation_kwargs"]})), {})
     adopt(arguments(tmp_path, generation_kwargs={"top_k": 10, "min_new_tokens": 2}), {})
+
+
+def test_a_length_of_rollouts_is_refused_where_only_that_of_a_turn_is_read(tmp_path) -> None:
+    short = dict(max_completion_length=6, generation_kwargs={"max_new_tokens": 3})
+    args = adopt(arguments(tmp_path, loss_type="grpo", **short), {})
+    with pytest.raises(ValueError, match="max_completion_length=6 has no effect .*set max_completion_length=3"):
+        refuse_without_calls(args, {})
+    with pytest.raises(ValueError, match="max_completion_length=6 has no effect"):
+        build(tmp_path, options=dict(loss_type="grpo", **short))
+    for reads in (dict(tools=[len]), dict(environment_factory=dict), dict(rollout_func=print)):
+        refuse_without_calls(args, reads)  # ends the rollout, not the turn
+    refuse_without_calls(adopt(arguments(tmp_path, loss_type="dr_grpo", **short), {}), {})  # divides by it
 
 
 def test_options_of_vllm_are_kept_while_it_is_off(tmp_path) -> None:

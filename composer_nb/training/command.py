@@ -17,7 +17,7 @@ from trl import TrlParser
 from ..loss.config import PreferenceOptions, option
 from ..models import complete, load_model
 from ..tasks import tool_calls
-from .config import ComposerConfig
+from .config import ComposerConfig, refuse_without_calls
 from .trainer import ComposerReplicationTrainer
 
 # %% auto #0
@@ -65,6 +65,7 @@ def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     refuse_unread_pairs(options, args)
+    refuse_without_calls(args, {})  # the task has no tools that are called while an answer is sampled
     return options, args
 
 # %% ../../nbs/training/42_command.ipynb #pairs001

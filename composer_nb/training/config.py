@@ -29,7 +29,7 @@ from ..self_teacher import TeacherKind
 # %% auto #0
 __all__ = ['Schedule', 'scheduled', 'TeacherOptions', 'RetakeOptions', 'PolicyChoices', 'ScheduleOptions', 'ComposerConfig',
            'refuse_idle_rows', 'refuse_reentrant', 'refuse_what_the_policy_ignores', 'refuse_what_trl_ignores',
-           'refuse_two_lengths', 'adopt', 'from_loss_config']
+           'refuse_said_twice', 'refuse_without_calls', 'adopt', 'from_loss_config']
 
 # %% ../../nbs/training/30_configuration.ipynb #3f1ad3ca
 Schedule = Literal["constant", "linear", "cosine"]
@@ -187,7 +187,7 @@ class ComposerConfig(
         self.loss_config()
         refuse_what_the_policy_ignores(self)
         refuse_what_trl_ignores(self)
-        refuse_two_lengths(self)
+        refuse_said_twice(self)
 
     def loss_config(self, progress: float = 0.0, taid_t: float | None = None) -> LossConfig:
         "Options of channels 2 and 3 after a share `progress` of the run; `taid_t` from TAID's schedule."
@@ -305,18 +305,27 @@ def refuse_what_trl_ignores(args: ComposerConfig) -> None:
 _SAID_TWICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
 
 
-def refuse_two_lengths(args: ComposerConfig) -> None:
-    "Raises ValueError where `generation_kwargs` would put another value in the place of a field."
+def refuse_said_twice(args: ComposerConfig) -> None:
+    "Raises ValueError where `generation_kwargs` put another value in the place of a field."
     given = args.generation_kwargs or {}
-    longest = "max_tokens" if args.use_vllm else "max_new_tokens"
-    same = {name: name for name in _SAID_TWICE} | {longest: "max_completion_length"}
-    for name, field in same.items():
-        mine, default = getattr(args, field), args.__dataclass_fields__[field].default
-        hidden = name in given and given[name] != mine
-        if hidden and (mine != default or field in ("max_completion_length", "temperature")):
-            over = f"generation_kwargs, which have {name}={given[name]!r}"
-            said = f"{field}={mine!r} has no effect on sampling beside {over}"
-            raise ValueError(f"{said}: set {field}={given[name]!r}, and leave {name} out there")
+    for name in _SAID_TWICE:
+        mine, default = getattr(args, name), args.__dataclass_fields__[name].default
+        if name in given and given[name] != mine and (mine != default or name == "temperature"):
+            said = f"{name}={mine!r} has no effect on sampling beside generation_kwargs, which have"
+            raise ValueError(f"{said} {given[name]!r}: set {name}={given[name]!r}, and leave it out there")
+
+
+def refuse_without_calls(args: ComposerConfig, others: Mapping[str, Any]) -> None:
+    "Raises ValueError for options that need tools where `others`, keywords of the trainer, hold none."
+    calls = others.get("tools") or others.get("environment_factory")
+    if (turns := args.max_tool_calling_iterations) is not None and not calls:
+        raise ValueError(f"max_tool_calling_iterations={turns} has no effect without tools: leave it out")
+    name, mine = "max_tokens" if args.use_vllm else "max_new_tokens", args.max_completion_length
+    sampled = (args.generation_kwargs or {}).get(name, mine)
+    read = calls or others.get("rollout_func") or args.loss_type == "dr_grpo"  # which divides by it
+    if sampled != mine and not read:
+        said = f"max_completion_length={mine} has no effect beside generation_kwargs, which have {name}"
+        raise ValueError(f"{said}={sampled}: set max_completion_length={sampled}, and leave {name} out there")
 
 # %% ../../nbs/training/30_configuration.ipynb #ac869004
 _OWN = {f.name for f in fields(ComposerConfig)} - {f.name for f in fields(GRPOConfig)}

@@ -36,7 +36,7 @@ __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', '
 
 # %% ../../nbs/training/40_trainer.ipynb #75cb45f7
 from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
-from .config import ComposerConfig, adopt
+from .config import ComposerConfig, adopt, refuse_without_calls
 from .feedback import FeedbackFunc, joined
 from .gated import GatedTrainer, hint_memory, recall
 from composer_nb.training.hinting import (
@@ -110,9 +110,7 @@ def settings_of(
     if found.rlsd > 0 and feedback is None:
         said = f"rlsd={found.rlsd} needs feedback_func"
         raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
-    calls = others.get("tools") or others.get("environment_factory")
-    if (turns := found.max_tool_calling_iterations) is not None and not calls:
-        raise ValueError(f"max_tool_calling_iterations={turns} has no effect without tools: leave it out")
+    refuse_without_calls(found, others)
     if found.advantages == "turn":
         refuse_silent_turns(others.get("rollout_func"), others.get("environment_factory"))
     return found
