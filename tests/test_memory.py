@@ -48,8 +48,8 @@ def configuration(**options):
     return ComposerConfig("unused", **(quiet | small | options))
 
 
-def listed(**options):
-    return step_memory(tiny.model(), configuration(**options), **LENGTHS)
+def listed(lengths=LENGTHS, **options):
+    return step_memory(tiny.model(), configuration(**options), **lengths)
 
 
 # The table
@@ -289,11 +289,23 @@ def test_the_estimate_is_near_what_the_profiler_saw(tmp_path, options):
 
 
 def test_accumulated_gradients_are_held_from_the_first_pass_on():
-    once, twice = listed(), listed(gradient_accumulation_steps=2)
+    bare = LENGTHS | dict(pair=0)
+    once, twice = listed(bare), listed(bare, gradient_accumulation_steps=2)
     gradients = once["gradients"]
     assert twice.held("update") == once.held("update") and twice["gradients"] == gradients
     held = [item.phases for t in (once, twice) for item in t.items if item.name == "gradients"]
     assert "policy" not in held[0] and "policy" in held[1]
+
+
+def test_pairs_come_first_and_leave_their_gradients_behind():
+    off = dict(alpha_sdpo=0.0, teacher="live")
+    bare, first = listed(LENGTHS | dict(pair=0), **off), listed(**off)
+    together = listed(hint_mode="gated", gate_cap=0.5, **off)  # a cap wants all channels in one backward pass
+    phases = {name: {i.name: i.phases for i in t.items} for name, t in (("bare", bare), ("first", first), ("together", together))}
+    assert "pairs" not in phases["first"]["activations"] and "pairs" in phases["together"]["activations"]
+    assert "policy" in phases["first"]["gradients"] and "policy" not in phases["together"]["gradients"]
+    assert "policy" not in phases["bare"]["gradients"]
+    assert first["pairs"] == together["pairs"] > 0 and first.held("pairs") < together.held("pairs")
 
 
 # What is refused

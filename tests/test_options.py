@@ -9,11 +9,13 @@ import tiny
 import torch
 from test_loss import full_batch
 from test_trainer import PAIRS, TOKENIZER, arguments, build, feedback, lit
+from transformers import TrainingArguments
+from trl import GRPOConfig
 
 from composer_nb.batch import Padding, verified_rows
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.config import HintOptions, PolicyTermOptions, PreferenceOptions
-from composer_nb.training.config import ComposerConfig, adopt, scheduled
+from composer_nb.training.config import ComposerConfig, adopt, refuse_without_calls, scheduled
 from composer_nb.training.feedback import Feedback
 
 # --- the loss ---------------------------------------------------------------------------------------
@@ -98,6 +100,39 @@ def test_every_field_of_the_loss_changes_it(everything: SimpleNamespace, name: s
 def test_streaming_is_a_way_to_compute_and_no_other_loss(everything: SimpleNamespace) -> None:
     streamed, whole = (loss_and_gradient(everything, sdpo_fused=fused) for fused in (True, False))
     assert (streamed - whole).norm() < 1e-4 * whole.norm()
+
+
+# One setting for each way through the loss; every field is changed under each of them.
+WAYS = {
+    "plain": {}, "dr_grpo": dict(policy_kind="dr_grpo", max_completion_length=9), "bnpo": dict(policy_kind="bnpo"),
+    "dapo": dict(policy_kind="dapo"), "gspo": dict(policy_kind="gspo"), "cispo": dict(policy_kind="cispo"),
+    "kl": dict(kl_coef=0.5), "verified": dict(hint_mode="verified"), "gated": dict(hint_mode="gated"),
+    "top_k": dict(sdpo_top_k=3), "sampled": dict(sdpo_jsd_beta=1.0, sdpo_sampled=True), "simpo": dict(dpo_variant="simpo"),
+    "taid": dict(sdpo_wrapper="taid", taid_t=0.3), "entropy_opd": dict(sdpo_wrapper="entropy_opd"), "eopd": dict(sdpo_wrapper="eopd"),
+    "cross-entropy": {}, "sampled just now": {},
+}  # fmt: skip
+LEFT_OUT = {"cross-entropy": {"advantages", "old_logprobs"}, "sampled just now": {"old_logprobs"}}
+# Where the sampling weights are the present ones every ratio is 1: nothing is clipped, and gspo is grpo.
+SAME = {"sampled just now": ["policy_kind", "epsilon_low", "epsilon_high"]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_field_changes_every_way_through_the_loss_or_is_refused_by_name(everything: SimpleNamespace, way: str) -> None:
+    at = SimpleNamespace(model=everything.model, teacher=everything.teacher,
+                         batch={n: v for n, v in everything.batch.items() if n not in LEFT_OUT.get(way, ())})  # fmt: skip
+    before, silent = loss_and_gradient(at, **WAYS[way]), []
+    for name, given in OTHER.items():
+        changed = (given[1] if isinstance(given, tuple) else given)[name]
+        if changed == getattr(LossConfig(**(LIT | WAYS[way])), name):
+            continue
+        try:
+            after = loss_and_gradient(at, **(WAYS[way] | {name: changed}))
+        except ValueError as error:
+            assert name in str(error) or str(changed) in str(error), f"{name}: {error}"
+            continue
+        if torch.equal(before, after):
+            silent.append(name)
+    assert sorted(silent) == sorted(SAME.get(way, []))
 
 
 @pytest.mark.parametrize(
@@ -210,12 +245,89 @@ def test_every_field_of_the_report_shows_in_the_log(tmp_path, name) -> None:
         (dict(policy_loss="dppo", trl=dict(loss_type="grpo")), "loss_type='grpo'"),
         (dict(policy_loss="dppo", trl=dict(delta=2.0)), "delta"),
         (dict(policy_loss="dppo", trl=dict(beta=0.1)), "beta=0.1"),
+        (dict(trl=dict(max_tool_calling_iterations=2)), "max_tool_calling_iterations=2 has no effect without tools"),
     ],
 )
 def test_combinations_without_sense_are_refused_when_the_trainer_is_built(tmp_path, options, says) -> None:
     trl = options.pop("trl", {})
     with pytest.raises(ValueError, match=says):
         build(tmp_path, options=trl, **options)
+
+
+# Fields of TRL's that another one leaves aside: a value, what makes it speak, and what else keeps it silent.
+UNREAD = {
+    "ref_model_mixup_alpha": (0.5, dict(sync_ref_model=True, beta=0.1)), "ref_model_sync_steps": (8, dict(sync_ref_model=True, beta=0.1)),
+    "entropy_coef_min": (0.1, dict(use_adaptive_entropy=True)), "entropy_coef_max": (0.5, dict(use_adaptive_entropy=True)),
+    "entropy_coef_delta": (0.1, dict(use_adaptive_entropy=True)), "entropy_target": (1.0, dict(use_adaptive_entropy=True)),
+    "sapo_temperature_neg": (2.0, dict(loss_type="sapo")), "sapo_temperature_pos": (2.0, dict(loss_type="sapo")),
+    "vespo_k_pos": (1.0, dict(loss_type="vespo")), "vespo_lambda_pos": (1.0, dict(loss_type="vespo")),
+    "vespo_k_neg": (1.0, dict(loss_type="vespo")), "vespo_lambda_neg": (1.0, dict(loss_type="vespo")),
+    "delta": (2.0, dict(loss_type="grpo"), dict(loss_type="cispo")), "epsilon": (0.3, {}, dict(loss_type="sapo")),
+    "epsilon_high": (0.3, dict(loss_type="cispo"), dict(loss_type="vespo")),
+    "use_bias_correction_kl": (False, dict(beta=0.1)), "log_unique_prompts": (True, dict(log_completions=True)),
+    "num_completions_to_print": (3, dict(log_completions=True)), "cache_implementation": ("static", {}, dict(use_vllm=True)),
+    "transformers_continuous_batching_config": ({"max_batch_tokens": 64}, dict(use_transformers_continuous_batching=True)),
+}  # fmt: skip
+# Those that have an effect by themselves, or that TRL refuses or warns of; vLLM's are kept while it is off.
+READ = {
+    "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout", "cast_lm_head_to_fp32", "num_generations",
+    "num_generations_eval", "max_completion_length", "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
+    "generation_batch_size", "steps_per_generation", "temperature", "top_p", "top_k", "min_p", "generation_kwargs",
+    "chat_template_kwargs", "repetition_penalty", "beta", "num_iterations", "importance_sampling_level", "reward_weights",
+    "multi_objective_aggregation", "scale_rewards", "loss_type", "mask_truncated_completions", "sync_ref_model",
+    "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "log_completions",
+    "log_multimodal", "log_completions_hub_repo", "use_transformers_continuous_batching", "use_transformers_paged",
+    "max_tool_calling_iterations",
+}  # fmt: skip
+
+
+def test_every_field_of_trls_is_read_or_refused() -> None:
+    theirs = {f.name for f in dataclasses.fields(GRPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+    assert {n for n in theirs if "vllm" not in n} == READ | UNREAD.keys()
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_field_of_trls_that_another_leaves_aside_is_refused_by_name(tmp_path, name) -> None:
+    value, speaks, *silent = UNREAD[name]
+    adopt(arguments(tmp_path, **speaks, **{name: value}), {})
+    with pytest.raises(ValueError, match=f"^{name}=.* has no effect without .*leave {name} out"):
+        adopt(arguments(tmp_path, **(silent[0] if silent else {}), **{name: value}), {})
+
+
+def test_cispo_takes_the_lower_clip_for_its_cap_where_there_is_no_upper_one(tmp_path) -> None:
+    adopt(arguments(tmp_path, loss_type="cispo", epsilon=5.0), {})
+    with pytest.raises(ValueError, match="epsilon=5.0 has no effect"):
+        adopt(arguments(tmp_path, loss_type="cispo", epsilon=5.0, epsilon_high=4.0), {})
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        (dict(temperature=1.0, generation_kwargs={"temperature": 0.7}), "set temperature=0.7"),
+        (dict(top_p=0.9, generation_kwargs={"top_p": 0.8}), "set top_p=0.8"),
+    ],
+)
+def test_generation_kwargs_leave_no_field_without_effect(tmp_path, fields, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        adopt(arguments(tmp_path, **fields), {})
+    adopt(arguments(tmp_path, **fields | dict(generation_kwargs={n: fields[n] for n in fields["generation_kwargs"]})), {})
+    adopt(arguments(tmp_path, generation_kwargs={"top_k": 10, "min_new_tokens": 2}), {})
+
+
+def test_a_length_of_rollouts_is_refused_where_only_that_of_a_turn_is_read(tmp_path) -> None:
+    short = dict(max_completion_length=6, generation_kwargs={"max_new_tokens": 3})
+    args = adopt(arguments(tmp_path, loss_type="grpo", **short), {})
+    with pytest.raises(ValueError, match="max_completion_length=6 has no effect .*set max_completion_length=3"):
+        refuse_without_calls(args, {})
+    with pytest.raises(ValueError, match="max_completion_length=6 has no effect"):
+        build(tmp_path, options=dict(loss_type="grpo", **short))
+    for reads in (dict(tools=[len]), dict(environment_factory=dict), dict(rollout_func=print)):
+        refuse_without_calls(args, reads)  # ends the rollout, not the turn
+    refuse_without_calls(adopt(arguments(tmp_path, loss_type="dr_grpo", **short), {}), {})  # divides by it
+
+
+def test_options_of_vllm_are_kept_while_it_is_off(tmp_path) -> None:
+    assert adopt(arguments(tmp_path, vllm_server_port=9000), {}).vllm_server_port == 9000
 
 
 @pytest.mark.parametrize("options", [dict(kl_coef=50.0), dict(policy_kind="gspo"), dict(epsilon_low=0.3)])

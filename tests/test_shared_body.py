@@ -22,7 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from composer_nb.forward import shared_body
-from composer_nb.forward.shared_body import sharing_prefixes, why_not
+from composer_nb.forward.shared_body import RoomyLayer, sharing_prefixes, why_not
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=128)  # fmt: skip
@@ -86,6 +86,40 @@ def test_generation_is_token_for_token_the_same(model):
     with sharing_prefixes(model) as calls:
         found = model.generate(prompts, **options)
     assert torch.equal(found, expected) and calls.positions == 2 * 12 + 7 * 6
+
+
+@pytest.mark.parametrize("how", [dict(do_sample=True), dict(num_beams=3)], ids=["sampled", "beams"])
+@pytest.mark.parametrize("room", [1, 64])
+def test_a_cache_with_room_samples_the_same_ids(model, monkeypatch, room, how):
+    prompts = torch.randint(2, 60, (2, 20), generator=torch.Generator().manual_seed(0))[[0, 0, 1, 1]]
+    options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=8, pad_token_id=0, **how)
+    found, copies, inner = [], [], shared_body.appended
+    monkeypatch.setattr(shared_body, "ROOM", room)
+    monkeypatch.setattr(shared_body, "appended", lambda h, n, r: copies.append(r is (out := inner(h, n, r))[1]) or out)
+    for give in (shared_body.give_room, lambda cache: None):
+        monkeypatch.setattr(shared_body, "give_room", give)
+        torch.manual_seed(1)
+        with torch.no_grad(), sharing_prefixes(model.eval()):
+            out = model.generate(prompts, output_scores=True, return_dict_in_generate=True, **options)
+        found.append(out)
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert all(torch.equal(a, b) for a, b in zip(found[0].scores, found[1].scores))
+    if room == 64 and "do_sample" in how and copies:  # none where a family has layers of its own
+        assert copies.count(False) == copies.count(True) / 6
+
+
+def test_a_layer_with_room_falls_back_where_a_gradient_is_kept_or_types_differ():
+    layer = RoomyLayer()
+    start, more = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 1, 4, requires_grad=True)
+    layer.update(start, start)
+    keys, _ = layer.update(more, more)
+    keys.sum().backward()
+    assert torch.equal(more.grad, torch.ones_like(more)) and layer.rooms is None
+    with torch.no_grad():
+        assert layer.update(more.double(), more.double())[0].dtype == torch.float64 and layer.rooms is None
+        same = layer.update(more.double(), more.double())[0]
+        held, copied = layer.rooms[0].data_ptr(), layer.update(more.double(), more.double())[0]
+    assert copied.data_ptr() == same.data_ptr() == held and copied.shape[-2] == 7
 
 
 def test_bf16_is_equal_up_to_its_own_rounding():

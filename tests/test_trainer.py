@@ -708,6 +708,55 @@ def test_the_first_pass_under_checkpointing_keeps_the_students_states_alone(tmp_
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "dtype, settings, close",
+    [
+        (torch.float64, {}, 1e-12),
+        (torch.float64, dict(gradient_accumulation_steps=2), 1e-12),
+        (torch.float64, dict(gradient_checkpointing=True), 1e-12),
+        (torch.float32, dict(bf16=True), 1e-2),
+        (torch.float32, dict(bf16=True, gradient_accumulation_steps=2), 1e-2),
+    ],
+)
+def test_pairs_before_the_policys_pass_leave_the_same_gradient(tmp_path, monkeypatch, dtype, settings, close):
+    found = {}
+    for name in ("first", "together"):
+        if name == "together":
+            monkeypatch.setattr(trainer_module, "backward_first", lambda *_: None)
+        options = dict(max_steps=2, learning_rate=0.0) | settings
+        trainer = lit(tmp_path / name, model=tiny.model().to(dtype), options=options, grad_norm_steps=0, teacher="live")
+        found[name] = record(trainer)[:2], log(trainer)
+    (losses, gradients), logged = found["first"]
+    (other_losses, others), other_log = found["together"]
+    assert len(gradients) == 2 and losses == pytest.approx(other_losses, rel=max(close, 1e-6))
+    for mine, theirs in zip(gradients, others):
+        mine, theirs = (torch.cat([g.flatten().double() for g in side]) for side in (mine, theirs))
+        assert (mine - theirs).norm() <= close * theirs.norm() > 0
+    for row, other in zip(logged, other_log):
+        names = ("replay/loss", "replay/margin", "replay/accuracy", "replay/pairs", "replay/weight", "sdpo/loss")
+        assert [row[n] for n in names] == pytest.approx([other[n] for n in names], rel=max(close, 1e-6))
+
+
+@pytest.mark.parametrize("options", [dict(grad_norm_steps=1), dict(gate_cap=0.5, hint_mode="gated", teacher="live")])
+def test_channels_that_are_measured_go_through_one_backward_pass(tmp_path, monkeypatch, options):
+    given, inner = [], trainer_module.backward_first
+    monkeypatch.setattr(trainer_module, "backward_first", lambda *a: given.append(inner(*a)) or given[-1])
+    for name, more, alone in (("one", options, False), ("two", dict(grad_norm_steps=0), True)):
+        given.clear()
+        lit(tmp_path / name, **dict(grad_norm_steps=0) | more, options=dict(max_steps=1)).train()
+        assert len(given) == 1 and (given[0] is not None) == alone
+
+
+@pytest.mark.parametrize("every, times", [(1, 1), (2, 0), (0, 0)])
+def test_norms_in_every_step_are_said_once_with_their_price(tmp_path, every, times):
+    trainer = lit(tmp_path, grad_norm_steps=every, options=dict(max_steps=2, gradient_accumulation_steps=2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(w.message) for w in told if str(w.message).startswith("grad_norm_steps=1")]
+    assert len(said) == times and all("set grad_norm_steps=20" in sentence for sentence in said)
+
+
 def test_means_over_sequences_count_sequences(tmp_path):
     trainer = lit(
         tmp_path,

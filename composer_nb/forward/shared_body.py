@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from .prefixes import can_continue, continuations, continues_exactly
@@ -21,7 +21,8 @@ from .sharing import MIN_SAVING, grouped_states, paying_plan
 from .states import causal_lm, recomputes
 
 # %% auto #0
-__all__ = ['SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'sharing_prefixes']
+__all__ = ['ROOM', 'SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'RoomyLayer', 'appended',
+           'give_room', 'sharing_prefixes']
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #fded4f9f
 @dataclass
@@ -185,6 +186,50 @@ def _from_one_root(
     output.last_hidden_state = states.gather(1, back[..., None].expand_as(states))
     return output
 
+# %% ../../nbs/kernels/12_shared_body.ipynb #room0001
+ROOM = 64  # columns that are free after a layer was copied
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values that grow in place, copied once in `ROOM` tokens. As its parent where a gradient is
+    kept, or another type of numbers comes.
+    """
+
+    rooms: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, layer: DynamicLayer) -> RoomyLayer:
+        "The same keys and values, with room."
+        found = cls.__new__(cls)
+        vars(found).update(vars(layer))
+        return found
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
+        alike = self.get_seq_length() > 0 and key_states.dtype == self.keys.dtype
+        if torch.is_grad_enabled() or not alike:
+            return super().update(key_states, value_states, *args, **options)
+        rooms = self.rooms or (None, None)
+        sides = zip((self.keys, self.values), (key_states, value_states), rooms)
+        (self.keys, keys), (self.values, values) = (appended(*side) for side in sides)
+        self.rooms = keys, values
+        return self.keys, self.values
+
+
+def appended(held: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    "`held` with `new` behind it, (..., columns, width), as a view into the second: `room`, or a larger one."
+    before, after = held.shape[-2], held.shape[-2] + new.shape[-2]
+    at_home = room is not None and held.data_ptr() == room.data_ptr() and held.stride() == room.stride()
+    if not at_home or held.shape[:-2] != room.shape[:-2] or after > room.shape[-2]:
+        room = held.new_empty(*held.shape[:-2], after + ROOM, held.shape[-1])
+        room[..., :before, :] = held
+    room[..., before:after, :] = new
+    return room[..., :after, :], room
+
+
+def give_room(cache: Cache) -> None:
+    "Layers that grow by copying grow in place from here on; others stay as they are."
+    cache.layers = [RoomyLayer.of(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+
 # %% ../../nbs/kernels/12_shared_body.ipynb #b26da3ef
 class _Own:
     "A body's own forward, callable as the body is, without its hooks: those run once, around the whole call."
@@ -239,6 +284,11 @@ def _call(
             calls.decline(why, size)
             return plain()
         output = prefilled(own, ids, seen, cache, calls, continuations(lm), **options)
+        if output is None:
+            calls.add(size, size)
+            output = plain()
+        give_room(cache)
+        return output
     else:
         if why := why_not(lm, 0 if ids is None else ids.shape[-1]) or _odd_call(lm, seen, ids, options):
             calls.decline(why, size)

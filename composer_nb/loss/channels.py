@@ -65,6 +65,7 @@ def policy_on_logprobs(
     "`policy_channel` from the tokens' log-probs (nats), for an engine that hands over no logits."
     scored = int(mask.sum())
     if "advantages" not in inputs:
+        config.refuse_unread_policy()
         return -grid[mask].sum() / torch.as_tensor(scored if count is None else count).clamp(min=1), scored
     scored = int(policy_denominator(mask, config.policy_kind))
     old = inputs.get("old_logprobs")
@@ -133,9 +134,10 @@ def row_weights(
     `sdpo_is_cap` they weight each token. `share` weights rows (a mean over sequences has 1 / length).
     """
     weight = share
-    if config.sdpo_is_cap is not None and old_logprobs is not None:
+    if config.sdpo_is_cap is not None and (old_logprobs is not None or config.sdpo_is_cap < 1):
         current = token_logprobs(student_logits / sampling_temperature, ids)
-        importance = importance_weight(current, old_logprobs, config.sdpo_is_cap)
+        old = current if old_logprobs is None else old_logprobs  # without them all ratios are 1
+        importance = importance_weight(current, old, config.sdpo_is_cap)
         weight = importance if weight is None else weight * importance
     if config.sdpo_gate is not None:
         sides = token_logprobs(student_logits, ids), token_logprobs(teacher_logits, ids)

@@ -25,8 +25,8 @@ from composer_nb.loss.channels import (
 from .config import LossConfig
 
 # %% auto #0
-__all__ = ['HINT_ROWS', 'LossComponents', 'compose_channels', 'compose_loss', 'channel_gradients', 'gradient_norm',
-           'channel_gradient_norms']
+__all__ = ['HINT_ROWS', 'Preferences', 'LossComponents', 'preferences', 'compose_channels', 'compose_loss', 'channel_gradients',
+           'gradient_norm', 'channel_gradient_norms']
 
 # %% ../../nbs/training/12_loss.ipynb #19f75794
 # Which rows of a batch channel 2 reads.
@@ -57,6 +57,18 @@ class LossComponents:
         parts = {"policy": self.lm_ce, "sdpo": self.sdpo_jsd, "replay": self.trace_replay_dpo}
         return {name: part for name, part in parts.items() if name in self.weights}
 
+# %% ../../nbs/training/12_loss.ipynb #prefpart
+Preferences = tuple[Float[Tensor, ""], int, dict[str, float]]
+
+
+def preferences(
+    model: nn.Module, inputs: Mapping[str, Tensor], config: LossConfig, count: float | Tensor | None
+) -> Preferences | None:
+    "Channel 3 of a micro-batch, unweighted; None where it is off or the batch has no pairs."
+    if config.beta_replay == 0 or "dpo_chosen_input_ids" not in inputs:
+        return None
+    return preference_channel(model, inputs, config, count)
+
 # %% ../../nbs/training/12_loss.ipynb #d3cb416c
 def compose_channels(
     model: nn.Module,
@@ -68,10 +80,12 @@ def compose_channels(
     teacher: Any = None,
     counts: Mapping[str, float | Tensor] | None = None,
     sampling_temperature: float = 1.0,
+    replay: Preferences | None = None,
 ) -> LossComponents:
     """`policy + alpha_sdpo * hint + beta_replay * preference` from the policy's own loss and count.
 
-    `student` is the forward pass over `inputs`. `counts` as in `compose_loss`.
+    `student` is the forward pass over `inputs`. `counts` as in `compose_loss`. `replay`: channel 3, where it
+    was computed already.
     """
     counts, (loss, scored) = counts or {}, policy
     nothing = torch.zeros_like(loss)
@@ -86,10 +100,9 @@ def compose_channels(
         parts.sdpo_jsd, parts.scored["sdpo"] = found
         parts.weights["sdpo"] = config.alpha_sdpo
         parts.total = parts.total + config.alpha_sdpo * parts.sdpo_jsd
-    if config.beta_replay > 0 and "dpo_chosen_input_ids" in inputs:
-        parts.trace_replay_dpo, parts.scored["replay"], parts.metrics = preference_channel(
-            model, inputs, config, counts.get("replay")
-        )
+    replay = preferences(model, inputs, config, counts.get("replay")) if replay is None else replay
+    if replay is not None:
+        parts.trace_replay_dpo, parts.scored["replay"], parts.metrics = replay
         parts.weights["replay"] = config.beta_replay
         parts.total = parts.total + config.beta_replay * parts.trace_replay_dpo
     asked = {"sdpo": config.alpha_sdpo, "replay": config.beta_replay}

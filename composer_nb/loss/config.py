@@ -68,6 +68,13 @@ class PolicyTermOptions:
     kl_coef: float = option(0.0, "weight of the KL to the reference, nats")
     kl_estimator: KLEstimator = option("k1", "estimator of that KL")
 
+    def refuse_unread_policy(self) -> None:
+        "Raises ValueError for a field that a cross-entropy, without advantages in the batch, does not read."
+        for own in fields(PolicyTermOptions):
+            if (value := getattr(self, own.name)) != own.default:
+                said = f"{own.name}={value!r} has no effect on a batch without advantages"
+                raise ValueError(f"{said}: put advantages into it, or leave {own.name} out")
+
     def check_policy(self) -> None:
         "Raises ValueError for a value without sense."
         others = (self.policy_kind in TRL_KINDS) * f". ComposerConfig(loss_type={self.policy_kind!r}) has it"
@@ -78,6 +85,18 @@ class PolicyTermOptions:
         require(self, "epsilon_high", 0.0, math.inf, "must be positive and finite, or None", none=True)
         longest = "must be positive and finite, or None"
         require(self, "max_completion_length", 0.0, math.inf, longest, open_low=True, none=True)
+        for name, (needed, present) in _POLICY_NEEDS.items():
+            default = self.__dataclass_fields__[name].default
+            if (value := getattr(self, name)) != default and not present(self):
+                said = f"{name}={value!r} has no effect without {needed}"
+                raise ValueError(f"{said}: set that, or leave {name} out")
+
+
+_POLICY_NEEDS = {
+    "kl_estimator": ("kl_coef above 0", lambda o: o.kl_coef > 0),
+    "max_completion_length": ("policy_kind='dr_grpo'", lambda o: o.policy_kind == "dr_grpo"),
+    "epsilon_low": ("a policy_kind other than 'cispo'", lambda o: o.policy_kind != "cispo"),
+}
 
 
 TRL_KINDS = ("luspo", "sapo", "vespo")

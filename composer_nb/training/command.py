@@ -17,7 +17,7 @@ from trl import TrlParser
 from ..loss.config import PreferenceOptions, option
 from ..models import complete, load_model
 from ..tasks import tool_calls
-from .config import ComposerConfig
+from .config import ComposerConfig, refuse_without_calls
 from .trainer import ComposerReplicationTrainer
 
 # %% auto #0
@@ -42,6 +42,9 @@ class RunOptions:
         for name in ("questions", "heldout", "longest_prompt", "longest_answer"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative")
+        if self.heldout == 0 and self.longest_answer != RunOptions.longest_answer:
+            said = f"longest_answer={self.longest_answer} has no effect with heldout=0"
+            raise ValueError(f"{said}, where nothing is scored: set heldout, or leave longest_answer out")
 
 
 def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions, ComposerConfig]:
@@ -62,6 +65,7 @@ def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     refuse_unread_pairs(options, args)
+    refuse_without_calls(args, {})  # the task has no tools that are called while an answer is sampled
     return options, args
 
 # %% ../../nbs/training/42_command.ipynb #pairs001

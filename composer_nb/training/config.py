@@ -28,7 +28,8 @@ from ..self_teacher import TeacherKind
 
 # %% auto #0
 __all__ = ['Schedule', 'scheduled', 'TeacherOptions', 'RetakeOptions', 'PolicyChoices', 'ScheduleOptions', 'ComposerConfig',
-           'refuse_idle_rows', 'refuse_reentrant', 'refuse_what_the_policy_ignores', 'adopt', 'from_loss_config']
+           'refuse_idle_rows', 'refuse_reentrant', 'refuse_what_the_policy_ignores', 'refuse_what_trl_ignores',
+           'refuse_said_twice', 'refuse_without_calls', 'adopt', 'from_loss_config']
 
 # %% ../../nbs/training/30_configuration.ipynb #3f1ad3ca
 Schedule = Literal["constant", "linear", "cosine"]
@@ -185,6 +186,8 @@ class ComposerConfig(
         self.check_schedules()
         self.loss_config()
         refuse_what_the_policy_ignores(self)
+        refuse_what_trl_ignores(self)
+        refuse_said_twice(self)
 
     def loss_config(self, progress: float = 0.0, taid_t: float | None = None) -> LossConfig:
         "Options of channels 2 and 3 after a share `progress` of the run; `taid_t` from TAID's schedule."
@@ -264,6 +267,65 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
         raise ValueError(
             f"advantages='rloo' divides by no deviation: set scale_rewards='none', not {args.scale_rewards!r}"
         )
+
+# %% ../../nbs/training/30_configuration.ipynb #trlneed1
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# What TRL reads under another field alone: what that must be, whether it is, and the fields.
+_TRL_NEEDS = {
+    "sync_ref_model=True": (lambda a: a.sync_ref_model, "ref_model_mixup_alpha", "ref_model_sync_steps"),
+    "use_adaptive_entropy=True": (
+        lambda a: a.use_adaptive_entropy,
+        "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    "loss_type='sapo'": (lambda a: a.loss_type == "sapo", "sapo_temperature_neg", "sapo_temperature_pos"),
+    "loss_type='vespo'": (
+        lambda a: a.loss_type == "vespo",
+        "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    f"a loss_type that clips ({', '.join(_CLIPPED)})": (lambda a: a.loss_type in _CLIPPED, "delta"),
+    "a loss_type with a lower clip": (  # cispo takes it for its cap where there is no upper one
+        lambda a: a.loss_type in _CLIPPED or a.loss_type == "cispo" and a.epsilon_high is None, "epsilon"),
+    "a loss_type with an upper clip": (lambda a: a.loss_type in (*_CLIPPED, "cispo"), "epsilon_high"),
+    "beta, the KL's weight": (lambda a: a.beta != 0.0, "use_bias_correction_kl"),
+    "log_completions=True": (lambda a: a.log_completions, "num_completions_to_print", "log_unique_prompts"),
+    "use_vllm=False": (lambda a: not a.use_vllm, "cache_implementation"),
+    "use_transformers_continuous_batching=True": (
+        lambda a: a.use_transformers_continuous_batching, "transformers_continuous_batching_config"),
+}  # fmt: skip
+
+
+def refuse_what_trl_ignores(args: ComposerConfig) -> None:
+    "Raises ValueError for a field of TRL's that another one leaves without effect."
+    for needed, (present, *names) in _TRL_NEEDS.items():
+        for name in names:
+            default = args.__dataclass_fields__[name].default
+            if (value := getattr(args, name)) != default and not present(args):
+                said = f"{name}={value!r} has no effect without {needed}"
+                raise ValueError(f"{said}: set that, or leave {name} out")
+
+# %% ../../nbs/training/30_configuration.ipynb #twolen01
+_SAID_TWICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
+
+
+def refuse_said_twice(args: ComposerConfig) -> None:
+    "Raises ValueError where `generation_kwargs` put another value in the place of a field."
+    given = args.generation_kwargs or {}
+    for name in _SAID_TWICE:
+        mine, default = getattr(args, name), args.__dataclass_fields__[name].default
+        if name in given and given[name] != mine and (mine != default or name == "temperature"):
+            said = f"{name}={mine!r} has no effect on sampling beside generation_kwargs, which have"
+            raise ValueError(f"{said} {given[name]!r}: set {name}={given[name]!r}, and leave it out there")
+
+
+def refuse_without_calls(args: ComposerConfig, others: Mapping[str, Any]) -> None:
+    "Raises ValueError for options that need tools where `others`, keywords of the trainer, hold none."
+    calls = others.get("tools") or others.get("environment_factory")
+    if (turns := args.max_tool_calling_iterations) is not None and not calls:
+        raise ValueError(f"max_tool_calling_iterations={turns} has no effect without tools: leave it out")
+    name, mine = "max_tokens" if args.use_vllm else "max_new_tokens", args.max_completion_length
+    sampled = (args.generation_kwargs or {}).get(name, mine)
+    read = calls or others.get("rollout_func") or args.loss_type == "dr_grpo"  # which divides by it
+    if sampled != mine and not read:
+        said = f"max_completion_length={mine} has no effect beside generation_kwargs, which have {name}"
+        raise ValueError(f"{said}={sampled}: set max_completion_length={sampled}, and leave {name} out there")
 
 # %% ../../nbs/training/30_configuration.ipynb #ac869004
 _OWN = {f.name for f in fields(ComposerConfig)} - {f.name for f in fields(GRPOConfig)}

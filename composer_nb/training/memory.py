@@ -35,7 +35,8 @@ from .sharing import TILE
 # %% auto #0
 __all__ = ['PHASES', 'MIB', 'STATES', 'MemoryItem', 'MemoryTable', 'table_rows', 'table_text', 'StepShape', 'step_shape',
            'storage_bytes', 'trainable', 'optimizer_bytes', 'teacher_bytes', 'model_bytes', 'held_items',
-           'sampling_items', 'scored_by_head', 'policy_items', 'hint_items', 'pair_items', 'step_memory', 'run_memory']
+           'sampling_items', 'beside_pairs', 'scored_by_head', 'policy_items', 'hint_items', 'pair_items',
+           'step_memory', 'run_memory']
 
 # %% ../../nbs/training/44_memory.ipynb #mem-table
 PHASES = ("sampling", "policy", "hints", "pairs", "backward", "update")
@@ -116,6 +117,7 @@ class StepShape:
     pairs: int  # of a micro-batch
     accumulates: bool  # gradients of an earlier micro-batch are there already
     samples_between: bool  # and also while sampling
+    pairs_first: bool  # their backward pass is over when the policy's pass begins
 
     @property
     def longest(self) -> int:
@@ -158,6 +160,7 @@ def step_shape(
         pairs=pairs,
         accumulates=steps > 1,
         samples_between=steps > args.steps_per_generation,
+        pairs_first=args.world_size == 1 and args.gate_cap is None,
     )
 
 # %% ../../nbs/training/44_memory.ipynb #mem-storage
@@ -220,6 +223,7 @@ def held_items(model: nn.Module, args: ComposerConfig, shape: StepShape) -> list
     "What is held from step to step, and the gradients."
     parameters, adapters = trainable(model), hasattr(model, "disable_adapter")
     early = ("policy", "hints", "pairs") * shape.accumulates + ("sampling",) * shape.samples_between
+    early += ("policy", "hints") * (shape.pairs_first and shape.pairs > 0)
     reference = 0 if args.beta == 0.0 or adapters else model_bytes(model)
     teacher = teacher_bytes(model, args.teacher) if shape.hint else 0
     return [
@@ -246,6 +250,11 @@ def sampling_items(model: ModelCosts, args: ComposerConfig, shape: StepShape) ->
     ]
 
 # %% ../../nbs/training/44_memory.ipynb #mem-items-policy
+def beside_pairs(shape: StepShape) -> tuple[str, ...]:
+    "Phases in which the policy's intermediate results are there."
+    return tuple(phase for phase in PHASES[1:-1] if phase != "pairs" or not shape.pairs_first)
+
+
 def scored_by_head(args: ComposerConfig, shape: StepShape, device: str) -> tuple[int, int]:
     "Positions of a micro-batch that TRL's head scores, and the width of its tiles in ids of the vocabulary."
     lean = device == "cpu" and args.share_prefixes
@@ -269,7 +278,7 @@ def policy_items(model: ModelCosts, args: ComposerConfig, shape: StepShape, devi
     forward, backward = head_bytes(model, scored, device, width)
     once = model.costs(ran) // model.layers if again else 0
     return [
-        MemoryItem("activations", kept, PHASES[1:-1], "positions that run"),
+        MemoryItem("activations", kept, beside_pairs(shape), "positions that run"),
         MemoryItem("a layer again", once, ("backward",), "gradient checkpointing runs it twice"),
         MemoryItem("head, forward", forward, ("policy",), "tiles of logits"),
         MemoryItem("head, backward", backward, ("backward",), "tiles of logits, and the head's gradient"),
@@ -297,10 +306,12 @@ def hint_items(model: ModelCosts, args: ComposerConfig, shape: StepShape, device
     teacher = int(ran.run * model.layer + cache)
     rows = shape.rows * shape.completion if args.alpha_sdpo > 0 else 0
     logits, kept = divergence_bytes(model, args, rows, device), divergence_kept(model, args, rows)
+    later = () if model.streams else ("backward",)  # what is streamed is added to the gradients at once
+    later = later if shape.pairs_first else ("pairs",)
     return [
         MemoryItem("teacher's pass", teacher, ("hints",), "a layer, and shared keys"),
         MemoryItem("divergence", logits, ("hints",), "logits of a chunk, or of all compared tokens"),
-        MemoryItem("divergence, kept", kept, ("hints", "pairs"), "gradients, or copies of all logits"),
+        MemoryItem("divergence, kept", kept, ("hints", *later), "gradients, or copies of all logits"),
     ]
 
 # %% ../../nbs/training/44_memory.ipynb #mem-items-pairs

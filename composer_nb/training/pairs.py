@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
+from ..loss.compose import Preferences, preferences
 from ..traces.pair import DPOPair
 
 # %% auto #0
-__all__ = ['as_pairs', 'pairs_of_step']
+__all__ = ['as_pairs', 'pairs_of_step', 'backward_first']
 
 # %% ../../nbs/training/36_pairs.ipynb #af205762
 def as_pairs(dataset: Any) -> list[DPOPair]:
@@ -50,3 +52,21 @@ def pairs_of_step(
         order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed + epoch))
         picked.append(pairs[order[place]])
     return picked
+
+# %% ../../nbs/training/36_pairs.ipynb #first001
+def backward_first(trainer: Any, batch: dict[str, torch.Tensor], count: float) -> Preferences | None:
+    """Channel 3 with its weighted gradient already in the parameters, its loss without a graph; None where it
+    is off, or has to go through one backward pass with the others.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    single = accelerator.distributed_type == DistributedType.NO and not accelerator.has_lomo_optimizer
+    if not single or trainer._measures() or args.gate_cap is not None:
+        return None
+    config = trainer.loss_config
+    with accelerator.autocast():
+        found = preferences(trainer.model, batch, config, count)
+    if found is None:
+        return None
+    loss, scored, metrics = found
+    accelerator.backward(config.beta_replay * loss)
+    return loss.detach(), scored, metrics

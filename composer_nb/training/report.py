@@ -16,7 +16,8 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'Cap', 'COUNTED', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels', 'SeriesWatch']
+__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels',
+           'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
 Gradients = list[Tensor | None]
@@ -53,6 +54,10 @@ def measured(
 
 # %% ../../nbs/training/37_report.ipynb #counted0
 COUNTED = {"sdpo": "tokens", "replay": "pairs"}
+PRICE = (
+    "grad_norm_steps=1 takes a backward pass for each lit channel in every step, instead of one for all, and "
+    "holds a gradient of all trained weights for each: set grad_norm_steps=20, say, or 0 for none"
+)
 
 # %% ../../nbs/training/37_report.ipynb #3c4478af
 class StepReport:
@@ -80,6 +85,14 @@ class StepReport:
     def keep(self, gradients: Mapping[str, Gradients]) -> None:
         for name, own in gradients.items():
             self.gradients[name] = added(self.gradients.get(name), own)
+
+    def due(self, every: int, step: int, scaled: bool = False) -> bool:
+        """Whether this step takes each channel's own gradient; never of losses that are scaled. Doing so in
+        every step is said once, with its price.
+        """
+        if every == 1 and not scaled:
+            self.tell("grad_norm_steps", PRICE)
+        return every > 0 and step % every == 0 and not scaled
 
     def tell(self, key: str, sentence: str) -> None:
         "Warn, the first time that `key` comes."

@@ -23,6 +23,7 @@ from ..forward.prefixes import continues_exactly
 from ..forward.sharing import unshared
 from ..forward.states import ForwardPass, causal_lm, forward_pass, head_shortcut
 from ..loss import LossComponents, LossConfig, compose_channels
+from ..loss.compose import Preferences
 from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
@@ -35,7 +36,7 @@ __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', '
 
 # %% ../../nbs/training/40_trainer.ipynb #75cb45f7
 from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
-from .config import ComposerConfig, adopt
+from .config import ComposerConfig, adopt, refuse_without_calls
 from .feedback import FeedbackFunc, joined
 from .gated import GatedTrainer, hint_memory, recall
 from composer_nb.training.hinting import (
@@ -46,7 +47,7 @@ from composer_nb.training.hinting import (
     refuse_model,
 )
 from .idle_rows import among_all
-from .pairs import as_pairs, pairs_of_step
+from .pairs import as_pairs, backward_first, pairs_of_step
 from .report import StepReport, measured
 from .seams import require_seams
 from .shards import in_forward, is_sharded, with_idle_row
@@ -109,6 +110,7 @@ def settings_of(
     if found.rlsd > 0 and feedback is None:
         said = f"rlsd={found.rlsd} needs feedback_func"
         raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
+    refuse_without_calls(found, others)
     if found.advantages == "turn":
         refuse_silent_turns(others.get("rollout_func"), others.get("environment_factory"))
     return found
@@ -207,9 +209,7 @@ class ReportedTrainer(ChannelSetup):
 
     def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
         "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
-        total, every = parts.total, self.args.grad_norm_steps
-        fp16 = getattr(self.accelerator, "scaler", None)  # unscaled gradients would underflow
-        due = every and self.state.global_step % every == 0 and fp16 is None
+        total, due = parts.total, self._measures()
         if due or self.args.gate_cap is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             still = () if policy_moves(self, inputs) else ("policy",)
@@ -230,6 +230,11 @@ class ReportedTrainer(ChannelSetup):
             self._look_for_dark(line)
         self._place = 0 if self.accelerator.sync_gradients else self._place + 1
         return total
+
+    def _measures(self) -> bool:
+        "Whether this step takes each channel's own gradient."
+        scaled = getattr(self.accelerator, "scaler", None) is not None  # unscaled gradients would underflow
+        return self.report.due(self.args.grad_norm_steps, self.state.global_step, scaled)
 
     def _weights(self, every: bool = False) -> dict[str, float]:
         "Weights at this step, of `every` channel or of those that are on and have what they need."
@@ -321,15 +326,17 @@ def channels_of(
     kept: list[Tensor],
     policy: Tensor,
     counts: dict[str, Any],
+    replay: Preferences | None = None,
 ) -> LossComponents:
-    """All channels of a micro-batch; of a sharded model within its own forward, and with the same passes on
-    every process.
+    """All channels of a micro-batch (`replay` where it ran before); of a sharded model within its own
+    forward, and with the same passes on every process.
     """
     sharded, found = is_sharded(trainer.model), []
     idle = sharded and "sdpo" in counts and len(compared_rows(batch)) == 0 < float(counts["sdpo"])
     if idle:
         batch, counts = with_idle_row(batch), counts | {"sdpo": float("inf")}
     options = {"teacher": trainer.teacher, "counts": counts, "sampling_temperature": trainer.temperature}
+    options["replay"] = replay
 
     def compute() -> Tensor:
         student = student_of(trainer.model, batch, kept, trainer._ran)
@@ -379,10 +386,11 @@ class ComposerReplicationTrainer(ResumableTrainer):
             return self._policy_loss(model, inputs)
         if self.args.rlsd and self.teacher is not None:
             inputs = inputs | {"advantages": credited_advantages(self, inputs)}
-        with kept_states(self.model) as kept:
-            policy = self._policy_loss(model, inputs)
         batch, counts = channel_batch(self, inputs), {"replay": self.pairs_per_step}
         if "sdpo_count" in inputs:  # DDP averages over processes
             counts["sdpo"] = inputs["sdpo_count"] / self.accelerator.num_processes
-        parts = channels_of(self, batch, kept, policy, counts)
+        replay = backward_first(self, batch, counts["replay"])  # its pass leaves nothing beside the policy's
+        with kept_states(self.model) as kept:
+            policy = self._policy_loss(model, inputs)
+        parts = channels_of(self, batch, kept, policy, counts, replay)
         return self._reported(parts, inputs)
