@@ -214,7 +214,7 @@ class RoomyLayer(DynamicLayer):
         self.rooms = keys, values
         return self.keys, self.values
 
-
+# %% ../../nbs/kernels/12_shared_body.ipynb #room0009
 def appended(held: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Tensor]:
     "`held` with `new` behind it, (..., columns, width), as a view into the second: `room`, or a larger one."
     before, after = held.shape[-2], held.shape[-2] + new.shape[-2]

@@ -91,7 +91,7 @@ class PolicyTermOptions:
                 said = f"{name}={value!r} has no effect without {needed}"
                 raise ValueError(f"{said}: set that, or leave {name} out")
 
-
+# %% ../../nbs/training/10_options.ipynb #4d5410f2
 _POLICY_NEEDS = {
     "kl_estimator": ("kl_coef above 0", lambda o: o.kl_coef > 0),
     "max_completion_length": ("policy_kind='dr_grpo'", lambda o: o.policy_kind == "dr_grpo"),

@@ -46,7 +46,7 @@ class RunOptions:
             said = f"longest_answer={self.longest_answer} has no effect with heldout=0"
             raise ValueError(f"{said}, where nothing is scored: set heldout, or leave longest_answer out")
 
-
+# %% ../../nbs/training/42_command.ipynb #7a7f5c07
 def read_run(words: Sequence[str], path: Path | None = None) -> tuple[RunOptions, ComposerConfig]:
     """Options of a run from a YAML file and words such as `--max_steps 20`, which win. Raises ValueError
     with the reason.

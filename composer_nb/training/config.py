@@ -185,9 +185,8 @@ class ComposerConfig(
         self.check_choices()
         self.check_schedules()
         self.loss_config()
-        refuse_what_the_policy_ignores(self)
-        refuse_what_trl_ignores(self)
-        refuse_said_twice(self)
+        for refuse in (refuse_what_the_policy_ignores, refuse_what_trl_ignores, refuse_said_twice):
+            refuse(self)
 
     def loss_config(self, progress: float = 0.0, taid_t: float | None = None) -> LossConfig:
         "Options of channels 2 and 3 after a share `progress` of the run; `taid_t` from TAID's schedule."
@@ -197,9 +196,8 @@ class ComposerConfig(
         found["beta_replay"] = scheduled(self.beta_replay, self.beta_schedule, self.beta_until, progress)
         if self.taid_schedule != "none":
             if self.sdpo_wrapper != "taid" or self.taid_t is not None:
-                raise ValueError(
-                    "taid_schedule sets taid_t: it needs sdpo_wrapper='taid', and no taid_t of your own"
-                )
+                needs = "it needs sdpo_wrapper='taid', and no taid_t of your own"
+                raise ValueError(f"taid_schedule sets taid_t: {needs}")
             found["taid_t"] = 0.4 if taid_t is None else taid_t
         return LossConfig(**found)
 

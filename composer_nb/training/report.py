@@ -16,7 +16,7 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'added', 'measured', 'StepReport', 'gradient_line', 'DarkChannels',
+__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'added', 'measured', 'ToldOnce', 'StepReport', 'gradient_line', 'DarkChannels',
            'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
@@ -60,14 +60,35 @@ PRICE = (
 )
 
 # %% ../../nbs/training/37_report.ipynb #3c4478af
-class StepReport:
+class ToldOnce:
+    "Warnings that are given once each; one is the price of measuring every step."
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
+    def due(self, every: int, step: int, scaled: bool = False) -> bool:
+        """Whether this step takes each channel's own gradient; never of losses that are scaled. Doing so in
+        every step is said once, with its price.
+        """
+        if every == 1 and not scaled:
+            self.tell("grad_norm_steps", PRICE)
+        return every > 0 and step % every == 0 and not scaled
+
+    def tell(self, key: str, sentence: str) -> None:
+        "Warn, the first time that `key` comes."
+        if key not in self.told:
+            self.told.add(key)
+            warnings.warn(sentence, stacklevel=3)
+
+# %% ../../nbs/training/37_report.ipynb #3c4478b0
+class StepReport(ToldOnce):
     "Sums over the micro-batches of a step, and warnings given once; `mean` averages a vector over processes."
 
     def __init__(self, processes: int, mean: Callable[[Tensor], Tensor], dark_steps: int = 10) -> None:
         self.processes, self.mean = processes, mean
         self.sums: dict[str, float] = defaultdict(float)
         self.gradients: dict[str, Gradients] = {}
-        self.told: set[str] = set()
+        super().__init__()
         self.watch, self.dark = SeriesWatch(self.tell), DarkChannels(self.tell, dark_steps)
 
     def add(self, parts: LossComponents, share: float, weights: Mapping[str, float]) -> None:
@@ -85,20 +106,6 @@ class StepReport:
     def keep(self, gradients: Mapping[str, Gradients]) -> None:
         for name, own in gradients.items():
             self.gradients[name] = added(self.gradients.get(name), own)
-
-    def due(self, every: int, step: int, scaled: bool = False) -> bool:
-        """Whether this step takes each channel's own gradient; never of losses that are scaled. Doing so in
-        every step is said once, with its price.
-        """
-        if every == 1 and not scaled:
-            self.tell("grad_norm_steps", PRICE)
-        return every > 0 and step % every == 0 and not scaled
-
-    def tell(self, key: str, sentence: str) -> None:
-        "Warn, the first time that `key` comes."
-        if key not in self.told:
-            self.told.add(key)
-            warnings.warn(sentence, stacklevel=3)
 
     def flush(self, device: torch.device) -> dict[str, float]:
         "The step's line, and an empty report for the next."

@@ -31,8 +31,8 @@ from ..traces.pair import DPOPair
 
 # %% auto #0
 __all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup',
-           'teacher_of', 'pairs_of', 'channel_batch', 'policy_moves', 'ReportedTrainer', 'why_dark', 'ScheduledTrainer',
-           'ResumableTrainer', 'channels_of', 'ComposerReplicationTrainer']
+           'teacher_of', 'pairs_of', 'channel_batch', 'policy_moves', 'MeasuredTrainer', 'ReportedTrainer', 'why_dark',
+           'ScheduledTrainer', 'ResumableTrainer', 'channels_of', 'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #75cb45f7
 from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
@@ -202,7 +202,26 @@ def policy_moves(trainer: Any, inputs: dict[str, Any]) -> bool:
     return regularised or trainer.args.policy_loss == "dppo" or bool((inputs["advantages"] != 0).any())
 
 # %% ../../nbs/training/40_trainer.ipynb #6b5e917c
-class ReportedTrainer(ChannelSetup):
+class MeasuredTrainer(ChannelSetup):
+    "What a step's report is made with: weights, whether gradients are measured, why a channel is dark."
+
+    def _measures(self) -> bool:
+        "Whether this step takes each channel's own gradient."
+        scaled = getattr(self.accelerator, "scaler", None) is not None  # unscaled gradients would underflow
+        return self.report.due(self.args.grad_norm_steps, self.state.global_step, scaled)
+
+    def _weights(self, every: bool = False) -> dict[str, float]:
+        "Weights at this step, of `every` channel or of those that are on and have what they need."
+        found = {"sdpo": self.loss_config.alpha_sdpo, "replay": self.loss_config.beta_replay}
+        able = {"sdpo": self.teacher is not None and self.args.alpha_sdpo > 0, "replay": bool(self.pairs)}
+        return {name: weight for name, weight in found.items() if every or able[name]}
+
+    def _look_for_dark(self, line: dict[str, float]) -> None:
+        step, why = self.state.global_step, why_dark(self.feedback_func, self.pairs, self.args.hint_mode)
+        self.report.dark.look(step, self._weights(every=True), line, why)
+
+# %% ../../nbs/training/40_trainer.ipynb #6b5e917d
+class ReportedTrainer(MeasuredTrainer):
     "The report of each optimizer step; `_place` counts its micro-batches."
 
     _place = 0
@@ -230,21 +249,6 @@ class ReportedTrainer(ChannelSetup):
             self._look_for_dark(line)
         self._place = 0 if self.accelerator.sync_gradients else self._place + 1
         return total
-
-    def _measures(self) -> bool:
-        "Whether this step takes each channel's own gradient."
-        scaled = getattr(self.accelerator, "scaler", None) is not None  # unscaled gradients would underflow
-        return self.report.due(self.args.grad_norm_steps, self.state.global_step, scaled)
-
-    def _weights(self, every: bool = False) -> dict[str, float]:
-        "Weights at this step, of `every` channel or of those that are on and have what they need."
-        found = {"sdpo": self.loss_config.alpha_sdpo, "replay": self.loss_config.beta_replay}
-        able = {"sdpo": self.teacher is not None and self.args.alpha_sdpo > 0, "replay": bool(self.pairs)}
-        return {name: weight for name, weight in found.items() if every or able[name]}
-
-    def _look_for_dark(self, line: dict[str, float]) -> None:
-        step, why = self.state.global_step, why_dark(self.feedback_func, self.pairs, self.args.hint_mode)
-        self.report.dark.look(step, self._weights(every=True), line, why)
 
 # %% ../../nbs/training/40_trainer.ipynb #f483f91e
 def why_dark(feedback_func: Any, pairs: Sequence[Any], hint_mode: str = "distil") -> dict[str, str]:
