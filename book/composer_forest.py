@@ -48,13 +48,12 @@ def signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
-def drawn(row: Difference, x: Callable[[float], float], y: int, home: str) -> str:
-    """A row's label, which leads to its run, its numbers, and below them the dot with its whiskers."""
+def drawn(row: Difference, x: Callable[[float], float], y: int) -> str:
+    """A row's label, its numbers, and below them the dot with its whiskers."""
     mean, least, most = row.values
     where = escape(f"{row.run.spike}, run {row.run.name}")
     return (
-        f'<a href="{home}{row.run.page}.html"><title>{where}</title>'
-        f'<text x="{LEFT}" y="{y + 12}">{escape(row.label)}</text></a>'
+        f'<text x="{LEFT}" y="{y + 12}"><title>{where}</title>{escape(row.label)}</text>'
         f'<text class="values" x="{LEFT}" y="{y + 27}">{row.says}</text>'
         f'<g class="{row.side}">'
         f'<line x1="{x(least):.1f}" x2="{x(most):.1f}" y1="{y + 39}" y2="{y + 39}"/>'
@@ -62,10 +61,8 @@ def drawn(row: Difference, x: Callable[[float], float], y: int, home: str) -> st
     )
 
 
-def forest(groups: dict[str, list[Difference]], title: str, across: str, home: str = "") -> str:
-    """Rows of dots with whiskers under their groups' names, over one axis; `home` leads to the book's
-    root.
-    """
+def forest(groups: dict[str, list[Difference]], title: str, across: str) -> str:
+    """Rows of dots with whiskers under their groups' names, over one axis."""
     rows = [row for group in groups.values() for row in group]
     low = floor(10 * min(0.0, *(row.values[1] for row in rows))) / 10
     high = ceil(10 * max(0.05, *(row.values[2] for row in rows))) / 10
@@ -87,7 +84,7 @@ def forest(groups: dict[str, list[Difference]], title: str, across: str, home: s
         y += HEAD
         for row in group:
             told.append(f"{name}, {row.label}: {row.says}")
-            marks.append(drawn(row, x, y, home))
+            marks.append(drawn(row, x, y))
             y += ROW
     return (
         f'<figure class="dot-plot forest-plot"><svg viewBox="0 0 {WIDTH} {height}" role="img" '
@@ -123,8 +120,7 @@ class ForestPlot(SphinxDirective):
         groups = {name: group for name, group in groups.items() if group}
         if not groups:
             return []
-        home = "../" * self.env.docname.count("/")
-        picture = forest(groups, self.arguments[0], self.options.get("across", "difference"), home)
+        picture = forest(groups, self.arguments[0], self.options.get("across", "difference"))
         return [nodes.raw("", picture, format="html")]
 
 

@@ -366,7 +366,8 @@ def run_page(
 class Queue:
     """Pages by the extras they need: a worker stays with one set of extras while there are pages of it.
 
-    The book's last pages come first: they train, and what takes long must not be left for the end.
+    The book's last pages come first: they train, and what takes long must not be left for the end. Nor must an
+    installation for a single page: small sets come first, and the last pages are those that workers can share.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -374,14 +375,14 @@ class Queue:
         self.taken: dict[tuple[str, ...], int] = {}
 
     def next(self, mine: set[tuple[str, ...]]) -> Job | None:
-        """A page of a set this worker already has, else of the largest set that fewest others work on."""
+        """A page of a set this worker already has, else of the smallest set that fewest others work on."""
         with self.lock:
             if not self.jobs:
                 return None
             sizes = {
                 needs: sum(j.needs == needs for j in self.jobs) for needs in {j.needs for j in self.jobs}
             }
-            best = min(sizes, key=lambda n: (n not in mine, self.taken.get(n, 0), -sizes[n], n))
+            best = min(sizes, key=lambda n: (n not in mine, self.taken.get(n, 0), sizes[n], n))
             if best not in mine:
                 self.taken[best] = self.taken.get(best, 0) + 1
                 mine.add(best)

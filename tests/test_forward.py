@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -197,7 +198,15 @@ def test_grouped_heads_are_the_copied_ones(dtype):
         assert grouped[2] < 0.95 * plain[2]  # of each layer's keys and values two heads, not six
 
 
-def test_a_model_prepared_for_mixed_precision_shares_as_before():
+@pytest.fixture
+def no_accelerator():
+    """Accelerate keeps one state in a process; other tests may have left one, and must not meet this one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_model_prepared_for_mixed_precision_shares_as_before(no_accelerator):
     model = tiny.model().train()
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     wrapped = prepared.forward

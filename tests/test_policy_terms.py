@@ -29,6 +29,7 @@ def test_our_k3_in_trls_place_is_trls(tmp_path, monkeypatch, loss_type, accumula
     original = policy_terms.kl_penalty
     monkeypatch.setattr(policy_terms, "kl_penalty", lambda new, ref, kind: original(new, ref, "k3"))
     ours = gradients(tmp_path / "b", options=options, kl_estimator="k2", **off)
+    del options["use_bias_correction_kl"]  # refused where there is no KL
     without = gradients(tmp_path / "c", options=options | dict(beta=0.0), **off)
     assert (ours - theirs).norm() < 1e-4 * theirs.norm()
     assert (without - theirs).norm() > 1e-3 * theirs.norm()  # the KL pulls at all
