@@ -3,9 +3,12 @@ failed one.
 """
 
 import gc
+import importlib
 import json
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,6 +60,17 @@ def pytest_make_collect_report(
     if in_parity(collector.path):
         fail_if_skipped(report)
     return report
+
+
+@pytest.fixture
+def from_book(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of `book/`, which is no package, and forgets it after the test."""
+    monkeypatch.syspath_prepend(str(TESTS.parent / "book"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in [name for name in sys.modules if name.startswith("composer_") and name not in before]:
+        if not name.startswith("composer_nb"):
+            del sys.modules[name]
 
 
 @pytest.fixture

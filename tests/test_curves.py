@@ -1,22 +1,14 @@
 """The picture of page one: curves of a run's arms, as they are stored."""
 
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture
-def curves(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "book"))
-    import composer_curves
-
-    yield composer_curves
-    sys.modules.pop("composer_curves", None)
+def curves(from_book):
+    return from_book("composer_curves")
 
 
 def run(series, before=None):

@@ -1,7 +1,6 @@
 """The picture of the results page: differences and their intervals, as the runs keep them."""
 
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def book(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "book"))
-    import composer_forest
-
-    yield composer_forest
-    sys.modules.pop("composer_forest", None)
+def book(from_book):
+    return from_book("composer_forest")
 
 
 def difference(book, mean, low, high, label="a < b"):
