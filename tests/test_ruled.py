@@ -114,13 +114,39 @@ def test_there_is_no_way_around_the_rules(way, inside):
     assert not outcome.solved and not outcome.turns[0].right
 
 
+KEYS = rules_of(2, kinds=("key_of_name", "key_of_arguments"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{{"{tool}": "zzz", "name": {name}, "{args}": {arguments}}}',
+        '{{"{tool}": {name}, "{args}": {{}}, "arguments": {arguments}}}',
+        '{{"name": {name}, "{args}": {arguments}, "{tool}": "zzz"}}',
+        'Sure: {{"{tool}": {name}, "{args}": {arguments}}}',
+        '{{"x": {{"{tool}": {name}, "{args}": {arguments}}}}} at your service',
+        'Sure {{"x": {{"name": {name}, "arguments": {arguments}}}}}',
+    ],
+)
+@pytest.mark.parametrize("inside", [INSIDE, MultiTurn()], ids=["files", "leaderboard"])
+def test_a_key_beside_its_other_name_or_words_around_the_form_are_refused(inside, text):
+    family = Ruled(inside, KEYS, partial=0.3)
+    task = family.tasks(family.splits[0], 1)[0]
+    call = parsed(inside.reference(task)[0])[0]
+    tool, args = obeyed(call, KEYS)
+    said = text.format(
+        tool=tool, args=args, name=json.dumps(call["name"]), arguments=json.dumps(call["arguments"])
+    )
+    outcome = run(family, task, [said, *family.reference(task)[1:]])
+    assert REFUSED in outcome.turns[0].facts and not outcome.solved
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=80) | st.sampled_from(["{", "[", '{"a":', "[{", '{"name":']).map(lambda s: s * 3000))
 def test_any_text_is_read(text):
     read, broken, call = unruled(text, RULES)
-    assert isinstance(read, str) and set(broken) <= set(RULES)
-    assert call is None or {"name", "arguments"} & call.keys() or isinstance(call, dict)
-    assert formed(text, RULES) == text or parsed(text)
+    assert isinstance(read, str) and set(broken) <= set(RULES) and bool(broken) == (call is not None)
+    assert parsed(text) or (read == text and (call is None or {"name", "arguments"} <= call.keys()))
 
 
 def test_a_text_without_end_is_read_in_no_time():

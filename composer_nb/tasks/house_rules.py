@@ -213,7 +213,9 @@ def _name_suffix(rng: random.Random) -> Rule:
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000016
 def _key_rule(kind: str, key: str, other: str) -> Rule:
     def swapped(call: Object, old: str, new: str) -> Object | None:
-        return {new if name == old else name: value for name, value in call.items()} if old in call else None
+        if old not in call or new in call:  # beside the other one it would be overwritten, or overwrite
+            return None
+        return {new if name == old else name: value for name, value in call.items()}
 
     return Rule(
         kind, f'the key "{key}" is called "{other}" here',
@@ -249,7 +251,7 @@ def _arguments_first(rng: random.Random) -> Rule:
     def undo(call: Object) -> Object | None:
         keys = list(call)
         right = {"name", "arguments"} <= set(keys) and keys.index("arguments") < keys.index("name")
-        return {"name": call["name"], "arguments": call["arguments"]} if right else None
+        return {"name": call["name"], "arguments": call["arguments"]} | call if right else None
 
     def obey(call: Object) -> Object:
         return {"arguments": call["arguments"], "name": call["name"]}

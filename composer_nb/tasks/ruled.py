@@ -22,17 +22,18 @@ __all__ = ['LONGEST', 'REFUSED', 'WITHOUT_EFFECT', 'calls_within', 'parsed', 'fo
 LONGEST = 10_000  # characters of an answer that is not JSON in which a call is looked for
 
 
-def calls_within(text: str) -> Iterator[tuple[int, int, Object]]:
-    "Where calls stand in a text: begin, end, and the object, which has a name or arguments."
+def calls_within(text: str, rules: Sequence[Rule] = ()) -> Iterator[tuple[int, int, Object]]:
+    "Where calls stand in a text, plain or under rules: begin, end, and the object as it is written."
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
             found, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
+            found = {}
+        if {"name", "arguments"} & undone(found, rules)[0].keys():
+            yield at, end, found
+        else:  # a call may stand inside
             end = at + 1
-        else:
-            if {"name", "arguments"} & found.keys():
-                yield at, end, found
         at = text.find("{", end)
 
 
@@ -67,7 +68,7 @@ def unruled(text: str, rules: Sequence[Rule]) -> tuple[str, tuple[Rule, ...], Ob
     """
     forms = parsed(text)
     if not forms:
-        whole = [undone(form, rules)[0] for _, _, form in calls_within(text[:LONGEST])]
+        whole = [undone(form, rules)[0] for _, _, form in calls_within(text[:LONGEST], rules)]
         held = [call for call in whole if {"name", "arguments"} <= call.keys()]
         return text, tuple(rules) if held else (), held[0] if held else None
     found = [undone(form, rules) for form in forms]
