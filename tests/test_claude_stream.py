@@ -187,6 +187,7 @@ def test_a_prompt_for_a_format_that_holds_it_is_refused(tmp_path):
         (("--prompt", "go"), None, ""), (("--prompt-file", "p.txt"), "go\n", ""), (("--prompt-file", "p.yaml"), "a.jsonl: go", ""),
         (("--prompt-file", "p.json"), '{"a.jsonl": "go"}', ""), (("--prompt", " "), None, "--prompt holds an empty prompt"),
         (("--prompt-file", "p.txt"), "\n", "p.txt holds an empty prompt"), (("--prompt-file", "p.yaml"), "a.jsonl: 3", "does not give each log's name a text"),
+        (("--prompt-file", "p.json"), "{}", "does not give each log's name a text"), (("--prompt-file", "p.YAML"), "a.jsonl: go", ""),
         (("--prompt-file", "p.yaml"), "[", "p.yaml is no YAML"), (("--prompt", "go", "--prompt-file", "p.txt"), "go", "leave one of them out"),
         (("--prompt-file", "p.yaml"), "b.jsonl: go", "named b.jsonl"), (("--prompt-file", "none.txt"), None, "none.txt"),
     ],

@@ -96,6 +96,21 @@ def test_an_atif_document_that_another_names_is_a_side_chain(tmp_path, path):
     assert [s.metadata.get("sidechain") for s in read(tmp_path / "child.json")[0]] == [None]
 
 
+def test_documents_that_name_each_other_are_both_read(tmp_path):
+    for one, other in (("main", "sub"), ("sub", "main")):
+        step = {**DONE, "extra": {"trajectory_path": f"{other}.json"}}
+        (tmp_path / f"{one}.json").write_text(atif(ASK, step))
+    states, report = read(tmp_path)
+    assert [s.state_id for s in states] == ["main/2", "sub/2"] and "side chain file" not in report.skipped
+
+
+@pytest.mark.parametrize("path", [rb'"a\qb.json"', b'"a\nb.json"', b'"\xff.json"'], ids=["escape", "newline", "byte"])
+def test_a_path_that_cannot_be_read_ends_nothing(tmp_path, path):
+    (tmp_path / "main.json").write_text(atif(ASK, DONE))
+    (tmp_path / "odd.jsonl").write_bytes(b'{"trajectory_path": ' + path + b"}")
+    assert [s.state_id for s in read(tmp_path)[0]] == ["main/2"]
+
+
 def test_a_stream_s_and_gemini_s_side_chains_tell_their_failures(tmp_path):
     block = {"type": "tool_result", "tool_use_id": "t", "content": "no", "is_error": True}
     side = {"type": "user", "session_id": "s", "parent_tool_use_id": "p", "uuid": "u", "message": {"role": "user", "content": [block]}}

@@ -237,6 +237,33 @@ def test_ordinary_numbers_stay_numbers():
     assert tried > 36_000 and touched / tried < 0.001, touched
 
 
+ODD_ROWS = {
+    "doubled quotes": '"Bo ""B"" C",01711234568', "blank line": "", "line break": '"a\nb",01711234568',
+    "a comma too many": "B,C,017", "a long field": "x" * 600 + ",01711234568", "another mark": "Bo;x,01711234568",
+    "three of them": "\n\nB,C,017", "an open quote": '"Bo,017',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD_ROWS.values(), ids=ODD_ROWS)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_an_odd_row_does_not_end_a_table(odd, end):
+    text = end.join(["name,phone", "Ann,01711234567", odd, "Di,01711234569", ""])
+    found = Redactor(personal=True).text(text)
+    assert "0171123456" not in found and found.count("<PERSONAL_") == 2 + ("01711234568" in odd)
+    assert found.count("\n") == text.count("\n")
+
+
+def test_a_table_with_open_quotes_takes_time_like_its_length():
+    def seconds(rows: int) -> float:
+        text = "name,phone\n" + '"a,1\n' * rows
+        since = time.perf_counter()
+        Redactor(personal=True).text(text)
+        return time.perf_counter() - since
+
+    seconds(500)
+    assert seconds(16_000) < 40 * max(seconds(2_000), 0.01), "eight times the length, five times as much allowed"
+
+
 def test_ordinary_columns_stay_as_they_are():
     rng, lines = random.Random(1), [",".join(ORDINARY_KEYS)]
     lines += [",".join(str(rng.randrange(10 ** (n := rng.randrange(6, 19)), 10 ** (n + 1))) for _ in ORDINARY_KEYS) for _ in range(800)]

@@ -289,7 +289,12 @@ def _tells(key: str) -> bool:
 _NAME = r"(?:\"?\w[\w .()/-]{0,40}\"?)?"
 _HEADING = re.compile(rf"{_NAME}([,;\t]){_NAME}(?:\1{_NAME}){{0,62}}+(?=\r?\n)")
 _A_PHONE = re.compile(r"phone|mobile|tel|fax|sms|handy|whatsapp|msisdn|rufnummer")
-_FIELD = r"(?:\"[^\"\n]{0,512}\"|[^\"\n,;\t]{0,512})"
+_ODD = 3  # lines in a row that do not fit, a blank one too, after which a table is over
+
+
+def _field(mark: str) -> str:
+    "A field between marks; quoted it may hold the mark, line breaks and doubled quotes."
+    return rf"(?:\"(?:[^\"]|\"\"){{0,4096}}+\"|[^\"\n{mark}]{{0,4096}}+)"
 
 
 def _heading_lines(text: str, low: str) -> Iterator[int]:
@@ -311,11 +316,14 @@ def _told_cells(text: str, low: str) -> Iterator[tuple[str, int, str]]:
             continue
         names = [name.strip('" ') for name in heading[0].split(heading[1])]
         told = [(i, name) for i, name in enumerate(names) if _tells(name)]
-        row = re.compile(rf"\r?\n{_FIELD}(?:{heading[1]}{_FIELD}){{{len(names) - 1}}}(?=\r?\n|\Z)")
-        field, at = re.compile(rf"(?:\A|\r?\n|{heading[1]})({_FIELD})"), heading.end()
-        while told and (cells := row.match(text, at)):
-            found = [cell.span(1) for cell in field.finditer(text, at, cells.end())]
-            at = cells.end()
+        mark, one, at, odd = heading[1], _field(heading[1]), heading.end(), 0
+        row = re.compile(rf"\r?\n({one})" + rf"{mark}({one})" * (len(names) - 1) + r"(?=\r?\n|\Z)")
+        while told and odd <= _ODD and at < len(text):
+            if not (cells := row.match(text, at)):
+                after = text.find("\n", text.find("\n", at) + 1)
+                odd, at = odd + 1, len(text) if after < 0 else after
+                continue
+            found, at, odd = [cells.span(i + 1) for i in range(len(names))], cells.end(), 0
             for i, name in told:
                 cell = re.search(r"[^\" ](?:[^\"]*[^\" \r])?", text[slice(*found[i])])
                 if cell:

@@ -152,14 +152,15 @@ def _asked(told: IngestOptions) -> str | dict[str, str]:
     place, found = told.prompt_file, told.prompt
     if place:
         found = place.read_text(encoding="utf-8").rstrip("\n")
-    if place and place.suffix in (".yaml", ".yml", ".json"):
+    if place and place.suffix.lower() in (".yaml", ".yml", ".json"):
         import yaml
 
         try:
             found = yaml.safe_load(found)
         except yaml.YAMLError as error:
             raise ValueError(f"{place} is no YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(found, dict) or not all(isinstance(v, str) for kv in found.items() for v in kv):
+        texts = [v for kv in found.items() for v in kv] if isinstance(found, dict) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{place} does not give each log's name a text, such as run.jsonl: Fix it.")
     texts = found.values() if isinstance(found, dict) else [found]
     if not all(text is None or text.strip() for text in texts):

@@ -259,14 +259,20 @@ _PATH = re.compile(rb'"trajectory_path"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 def named_by_others(folder: Path) -> frozenset[Path]:
-    "The documents of a folder that others there name as trajectories of sub-agents."
+    "The documents of a folder that others there name as trajectories of sub-agents, and do not name back."
     files = {file for file in folder.iterdir() if file.suffix in (".json", ".jsonl") and file.is_file()}
-    found = set[Path]()
-    for file in files:
-        for path in map(json.loads, _paths_in(file)):
-            named = [place for place in (folder / path, folder / Path(path).name) if place in files]
-            found |= {place for place in named[:1] if place != file}
-    return frozenset(found)
+    read = {file: [_place(folder, path, files) for path in _paths_in(file)] for file in files}
+    names = {file: {place for place in places if place} for file, places in read.items()}
+    return frozenset(place for file in files for place in names[file] if file not in names[place])
+
+
+def _place(folder: Path, path: bytes, files: set[Path]) -> Path | None:
+    "The document that a path, as JSON text, names; None where it is none of `files`, or damaged."
+    try:
+        told = json.loads(path)
+    except ValueError:
+        return None
+    return next((place for place in (folder / told, folder / Path(told).name) if place in files), None)
 
 
 def _paths_in(file: Path) -> set[bytes]:
