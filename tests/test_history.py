@@ -13,11 +13,21 @@ import pytest
 import torch
 from test_rendezvous import LEASE, SPEC, START, World, delta, offer, same
 
+from composer_nb.diloco.compression import compress
+from composer_nb.diloco.history import verified_state
+from composer_nb.diloco.membership import DuplicateRank
+from composer_nb.diloco.participant import may_roll_back, roll_back
 from composer_nb.diloco.records import Record, RendezvousError, RunConfig, decode_record
 from composer_nb.diloco.rendezvous import Rendezvous
-from composer_nb.diloco.replica import Exchange, take_over
+from composer_nb.diloco.replica import Exchange, send_due, take_over
 from composer_nb.diloco.run_log import Behind, Diverged, LostPayload
-from composer_nb.diloco.sync_thread import AppliedRound, Contribution, sync_turn, take_next_round
+from composer_nb.diloco.sync_thread import (
+    AppliedRound,
+    Contribution,
+    offer_contribution,
+    sync_turn,
+    take_next_round,
+)
 from composer_nb.diloco.update import close_with, read_update
 from composer_nb.drills.broken_runs import DAMAGE, LOSES_A_ROUND
 
@@ -212,7 +222,9 @@ def two_kinds_of_cpu(folder: Path) -> list[dict]:
     for rank, kernels in enumerate(("avx2", "default")):
         environment = os.environ | {"ATEN_CPU_CAPABILITY": kernels, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", "-c", REPLICA, str(folder), str(rank)]
-        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        )
     told = [json.loads(process.communicate(timeout=120)[0]) for process in running]
     return told
 
@@ -251,8 +263,13 @@ print(json.dumps(told))
 def stepped(method: str, kernels: str) -> dict:
     environment = os.environ | {"ATEN_CPU_CAPABILITY": kernels, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", STEPS, method], cwd=ROOT, env=environment, capture_output=True,
-        text=True, check=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", STEPS, method],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     return json.loads(found.stdout)
 
@@ -342,7 +359,9 @@ def test_a_whole_fleet_that_starts_again_goes_on_from_what_verifies(world, kind)
 
 def test_what_all_live_replicas_lack_is_rolled_back_by_one_of_them(tmp_path):
     """A closer commits round 4 and dies; its record is damaged before anybody has read it."""
-    seats = [Rendezvous(tmp_path, rank, run_id="run", spec=SPEC, lease_s=2.0, expected=3) for rank in range(3)]
+    seats = [
+        Rendezvous(tmp_path, rank, run_id="run", spec=SPEC, lease_s=2.0, expected=3) for rank in range(3)
+    ]
     for rv in seats:
         rv.join()
         rv.start(START)
@@ -400,3 +419,133 @@ def test_a_contribution_to_a_round_that_was_rolled_back_is_dropped(world):
     take_over(own, AppliedRound(rv.state, None))
     sync_turn(own.sync)
     assert own.under_way is following and following.offered
+
+
+# --- after a roll-back ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jumped", [False, True])
+def test_an_offer_that_stands_through_a_roll_back_is_not_subtracted_again(world, jumped):
+    rv = world.enter(0)
+    params = {name: torch.nn.Parameter(value.clone()) for name, value in START.items()}
+    own = Exchange(params, rv)
+    own.local.settle(rv.state)
+    with torch.no_grad():
+        for value in params.values():
+            value.add_(1.0)
+    for progress in own.local.progress:
+        progress.tokens, progress.steps = 10, 1
+    send_due(own)
+    offer_contribution(rv, own.under_way, {})
+    if jumped:
+        take_over(own, AppliedRound(rv.state, None))
+        assert own.under_way.tokens == 10, "what was offered is what it was"
+    sync_turn(own.sync)
+    applied = own.sync.applied.popleft()
+    assert applied.included
+    take_over(own, applied)
+    for name, value in params.items():
+        assert torch.equal(value.detach(), rv.state.params[name]), name
+    assert [progress.tokens for progress in own.local.progress] == [0] * len(own.local.progress)
+
+
+def rounds_then_a_lost_one(world, count: int) -> list[Rendezvous]:
+    seats = [world.enter(rank, snapshot_every=100) for rank in range(count)]
+    for _ in range(3):
+        world.round(*seats)
+    for rv in seats:
+        offer(rv, 4)
+    return seats
+
+
+def spoil_record(rv: Rendezvous, round: int) -> None:
+    for key in rv.log.rounds.record_keys(round):
+        rv.bucket.put(key, b"rubbish")
+
+
+@pytest.mark.filterwarnings("ignore:rank")
+def test_a_roll_back_leaves_the_generations_of_the_dead(world):
+    """Else a replacement would take the number of a stopped process, and neither would see the other."""
+    seats = rounds_then_a_lost_one(world, 2)
+    seats[1].apply(seats[1].poll(4) or seats[0].poll(4))
+    seats[1].tick()
+    world.awake = [seats[0]]
+    world.sleep(2 * LEASE)
+    spoil_record(seats[0], 4)
+    roll_back(seats[0], LostPayload("lost", 4))
+    fresh = world.seat(1)
+    fresh.join()
+    assert fresh.heartbeat.generation == seats[1].heartbeat.generation + 1
+    assert [member.round for member in seats[0].members() if member.rank == 1] <= [3]
+    world.awake = [seats[0], fresh, seats[1]]
+    world.look()
+    world.look()
+    fresh.check()
+    with pytest.raises(DuplicateRank, match="taken over by generation 1"):
+        seats[1].check()
+
+
+def test_a_joiner_of_a_lower_rank_does_not_block_a_survivor(world):
+    seats = rounds_then_a_lost_one(world, 2)
+    seats[0].poll(4)  # closes it, and dies
+    spoil_record(seats[0], 4)
+    world.awake = [seats[1]]
+    world.sleep(1.5 * LEASE)
+    survivor, joiner = seats[1], world.seat(0)
+    joiner.heartbeat.take_rank(True)
+    joiner.needs = survivor.needs = 4
+    world.awake = [survivor, joiner]
+    world.look()
+    world.look()
+    assert may_roll_back(survivor) and not may_roll_back(joiner)
+
+
+def test_without_any_snapshot_a_lost_payload_is_what_is_raised(world):
+    (rv,) = (world.enter(0),)
+    for number in rv.log.snapshots.rounds():
+        rv.bucket.delete(rv.log.snapshots.key(number))
+    with pytest.raises(LostPayload, match="no snapshot is there"):
+        verified_state(rv.log)
+
+
+@pytest.mark.filterwarnings("ignore:rank")
+def test_a_round_that_was_closed_again_is_not_taken_for_the_one_that_was_read(world):
+    seats = rounds_then_a_lost_one(world, 3)
+    record = seats[0].poll(4)
+    world.awake = seats[1:]
+    world.sleep(1.5 * LEASE)
+    one, two = seats[1:]
+    one.bucket.delete(record.update.ref.key)
+    one.bucket.delete(next(part.ref.key for part in record.contributions if part.rank == 2))
+
+    class RollsBack:
+        """Rank 1, which gives up asking, rolls back and closes round 4 at once, between two looks of rank 2."""
+
+        looks = 0
+
+        def tick(self):
+            one.tick()
+            self.looks += 1
+            if self.looks == 19:
+                roll_back(one, LostPayload("lost", 4))
+                one.needs = None
+                one.apply(one.poll(4))
+
+    one.needs = 4
+    world.awake = [RollsBack(), two]
+    applied = take_next_round(two)
+    assert applied.state.round == 4 and applied.state.head != record.digest
+    assert applied.record is None and not applied.included
+
+
+@pytest.mark.parametrize("codec", ["zlib", "zstd", "none"])
+def test_the_average_is_written_by_the_coder_of_its_contributions(codec):
+    world = World()
+    seats = [world.enter(rank, config=RunConfig(compression="int8")) for rank in range(2)]
+    for rv in seats:
+        part = compress(delta(1, rv.rank), "int8", codec=codec)[0]
+        rv.offer(1, part, tokens=100, steps=1, base=0)
+    record = seats[0].poll(1)
+    used = {part.meta["codec"] for part in record.contributions}
+    assert record.update.meta["codec"] in used | {"none"} and used <= {codec, "none"}
+    assert same(*(rv.apply(record) for rv in seats))

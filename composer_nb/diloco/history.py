@@ -59,7 +59,8 @@ def newest_snapshot(log: RunLog, rounds: list[int]) -> State:
             state = log.snapshots.read(round)
             if fits_its_record(log, state):
                 return state
-    raise LostPayload(f"none of the snapshots of rounds {rounds} can be read", rounds[-1])
+    said = f"none of the snapshots of rounds {rounds} can be read" if rounds else "no snapshot is there"
+    raise LostPayload(said, max(rounds, default=0))
 
 
 def fits_its_record(log: RunLog, state: State) -> bool:

@@ -108,9 +108,10 @@ class LocalModel:
     ) -> None:
         "The round is over: steps since sending stay (`keep`), or a share `alpha` of the local values does."
         progress = self.progress[record.fragment]
-        load_global(self.params, progress, self.state.params, part.sent if keep else None, alpha)
+        sent, tokens, steps = part.since or (part.sent, part.tokens, part.steps) if part else (None, 0, 0)
+        load_global(self.params, progress, self.state.params, sent if keep else None, alpha)
         rest = keep or (included and alpha > 0)
-        tokens, steps = (progress.tokens - part.tokens, progress.steps - part.steps) if rest else (0, 0)
+        tokens, steps = (progress.tokens - tokens, progress.steps - steps) if rest else (0, 0)
         progress.tokens, progress.steps, progress.base = max(0, tokens), max(0, steps), record.round
         progress.error = part.new_error if included else progress.error
 

@@ -21,8 +21,8 @@ from .run_log import RUN_GONE, json_mapping
 from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
-__all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'round_of',
-           'Heartbeat', 'outlive', 'Membership', 'HeartbeatThread']
+__all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'put_back',
+           'round_of', 'Heartbeat', 'outlive', 'Membership', 'HeartbeatThread']
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #e139d5cc
 class Watch:
@@ -98,6 +98,12 @@ def read_heartbeat(bucket: Bucket, rank: int, generation: int) -> dict[str, Any]
         if plain and isinstance(found.get("needs"), int | None) and {"nonce", "phase"} <= found.keys()
         else None
     )
+
+
+def put_back(bucket: Bucket, rank: int, generation: int, round: int) -> None:
+    "Say of a silent process that it stands at an earlier round. It seems no more alive for it."
+    if (body := read_heartbeat(bucket, rank, generation)) is not None:
+        bucket.put(heartbeat_key(rank, generation), json.dumps(body | {"round": round}).encode())
 
 
 def round_of(bucket: Bucket, rank: int, generation: int | None) -> int:

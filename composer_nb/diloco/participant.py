@@ -24,7 +24,7 @@ from composer_nb.diloco.membership import (
     HeartbeatThread,
     Member,
     Membership,
-    heartbeat_key,
+    put_back,
 )
 from .outer import OuterState
 from .payload import Spec, spec_of
@@ -203,18 +203,19 @@ def state_of_others(own: Participant, lost: LostPayload, marks: set[str]) -> Sta
         help_others(own)
     rolled_back = set(own.bucket.list("rolled-back/")) - marks
     with suppress(LostPayload):
-        if rolled_back or own.log.snapshots.newest() >= lost.round:
+        if rolled_back or max(own.log.snapshots.rounds(), default=-1) >= lost.round:
             found = newest_state(own.log)
             return found if rolled_back or (found and found.round >= lost.round) else None
     return None
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-rollback
 def may_roll_back(own: Participant) -> bool:
-    "Whether everybody who lives lacks the same, and this is the lowest rank of them."
+    "Whether everybody who lives lacks the same, and this is the lowest rank of those furthest on."
     here = [member for member in own.membership.members() if member.alive and member.rank != own.rank]
-    asking = [member for member in here if member.needs is not None]
+    mine = -1 if own.phase == "joining" else own.state.round
+    asking = [member for member in here if member.needs is not None and member.round >= mine]
     idle = all(member.needs is not None or member.phase == "joining" for member in here)
-    ahead = any(member.round > own.state.round for member in here)
+    ahead = any(member.round > mine for member in here)
     return idle and not ahead and own.rank < min((member.rank for member in asking), default=own.rank + 1)
 
 
@@ -237,8 +238,8 @@ def roll_back(own: Participant, lost: LostPayload) -> State:
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-set-aside
 def set_aside(own: Participant, round: int) -> None:
-    """Records beyond `round` go to quarantine; offers to later rounds than the next one, snapshots, and what
-    the dead say of later rounds are removed."""
+    """Records beyond `round` go to quarantine; offers to later rounds than the next one, and snapshots, are
+    removed; the dead are said to stand at `round`. Their generations stay, or a rank would be taken twice."""
     for number, keys in keys_by_round(own.log.rounds).items():
         for key in keys if number > round else ():
             if key in own.log.rounds.record_keys(number):
@@ -251,7 +252,7 @@ def set_aside(own: Participant, round: int) -> None:
             own.bucket.delete(own.log.snapshots.key(number))
     for member in own.membership.members():
         if not member.alive and member.round > round:
-            own.bucket.delete(heartbeat_key(member.rank, member.generation))
+            put_back(own.bucket, member.rank, member.generation, round)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-missing
 def state_beyond(own: Participant, found: State) -> State:
@@ -336,8 +337,10 @@ class Follower(Observer):
         snapshot and sweeps where that is due.
 
         Where a payload was lost after the commit, or the state that comes out is not the one that the record
-        says, a replica that has it is asked for a snapshot, for up to two leases; the state is then at least
-        that of the record. Raises ValueError for a record out of order, Behind, LostPayload, BucketError.
+        says, a replica that has it is asked for a snapshot, for up to four leases. The state is then at least
+        that of the record, or an earlier one, to which the run was rolled back.
+
+        Raises ValueError for a record out of order, Behind, LostPayload, BucketError.
         """
         with self.lock:
             self.require_in()
@@ -357,7 +360,8 @@ class RunMember(Follower):
         has begun.
 
         A rank that was held before is watched for a lease first; `replace=True` skips that, for a caller
-        who knows that the process is gone. Raises Mismatch, DuplicateRank, BucketError.
+        who knows that the process is gone. Where no state verifies and nobody alive has it, the run is rolled
+        back, as in `apply`. Raises Mismatch, DuplicateRank, LostPayload, BucketError.
         """
         return join_run(self, replace)
 

@@ -22,8 +22,8 @@ from .rendezvous import Rendezvous
 from .sync_thread import AppliedRound, Contribution, SyncThread
 
 # %% auto #0
-__all__ = ['LoopConfig', 'Exchange', 'take_applied', 'send_due', 'wait_for_round', 'take_over', 'round_event', 'Replica',
-           'enter_run', 'after_step', 'finish_run', 'end_of_run', 'table_row']
+__all__ = ['LoopConfig', 'Exchange', 'take_applied', 'send_due', 'wait_for_round', 'take_over', 'rolled_back', 'round_event',
+           'Replica', 'enter_run', 'after_step', 'finish_run', 'end_of_run', 'table_row']
 
 # %% ../../nbs/scaling_out/24_replica.ipynb #ed67dc89
 @dataclass(frozen=True)
@@ -136,9 +136,8 @@ def take_over(own: Exchange, applied: AppliedRound) -> None:
     part = own.under_way if own.under_way is not None and own.under_way.round <= applied.state.round else None
     own.under_way = None if part is not None else own.under_way
     if (record := applied.record) is None:
-        if own.under_way is not None and own.under_way.round > applied.state.round + 1:
-            own.under_way = None  # the run was rolled back
         own.local.settle(applied.state)
+        rolled_back(own, applied.state.round)
         own.on_jump(own.global_step)
     else:
         own.local.state = applied.state
@@ -155,6 +154,17 @@ def take_over(own: Exchange, applied: AppliedRound) -> None:
     own.events.append(round_event(own, applied, part))
 
 
+def rolled_back(own: Exchange, round: int) -> None:
+    """After a jump that may have gone back: an offer to the next round stands, and is counted from the values
+    that were just loaded; one to a later round is dropped.
+    """
+    if (part := own.under_way) is not None and part.round > round + 1:
+        own.under_way = None
+    elif part is not None:
+        names = own.local.progress[(part.round - 1) % own.n_fragments].names
+        part.since = own.local.snapshot(names), 0, 0
+
+# %% ../../nbs/scaling_out/24_replica.ipynb #0b6adcd4
 def round_event(own: Exchange, applied: AppliedRound, part: Contribution | None) -> dict[str, Any]:
     "One row of `events`."
     bucket, record = own.rendezvous.bucket, applied.record

@@ -42,7 +42,9 @@ class LocalProgress:
 
 @dataclass
 class Contribution:
-    "A snapshot on its way into a round. `new_error` counts only if the round takes the contribution."
+    """A snapshot on its way into a round. `new_error` counts only if the round takes it. `since`:
+    values, tokens and steps that later progress is counted from, where that is no longer what was sent.
+    """
 
     round: int
     step: int
@@ -54,6 +56,7 @@ class Contribution:
     error: Mapping[str, Tensor] | None = None
     new_error: Mapping[str, Tensor] | None = None
     offered: bool = False
+    since: tuple[Mapping[str, Tensor], int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def take_next_round(rendezvous: Rendezvous) -> AppliedRound | None:
         state = rendezvous.apply(record)
     except (Behind, LostPayload):
         return AppliedRound(rendezvous.catch_up(), None)
-    if state.round != record.round:
+    if state.head != record.digest:  # a later snapshot, or the run was rolled back and closed again
         return AppliedRound(state, None)
     return AppliedRound(state, record, included, former)
 
