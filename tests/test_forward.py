@@ -4,6 +4,7 @@ fallbacks.
 
 import contextlib
 import gc
+import inspect
 import itertools
 import os
 import random
@@ -66,6 +67,7 @@ from composer_nb.forward import (
 )
 from composer_nb.forward.prefixes import continuations
 from composer_nb.forward.sharing import paying_plan, two_levels
+from composer_nb.forward.states import cache_keyword, run_body
 
 SPECIAL = dict(bos_token_id=1, eos_token_id=2)
 SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, **SPECIAL)  # fmt: skip
@@ -523,6 +525,50 @@ class Cacheless(LlamaForCausalLM):
             )
 
         self.model.forward = forward
+
+
+class OtherName(LlamaForCausalLM):
+    """Calls its cache by the other of two names: that of transformers 5.24 on, or that of before."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        inner = self.model.forward
+        known = cache_keyword(inner)
+        other = {"cache": "past_key_values", "past_key_values": "cache"}[known]
+
+        def forward(input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+            held = {known: kwargs.pop(other)} if other in kwargs else {}
+            output = inner(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                use_cache=use_cache, **held, **kwargs,
+            )  # fmt: skip
+            if other == "cache":
+                output.cache, output.past_key_values = output.past_key_values, None
+            return output
+
+        names = inspect.signature(forward).parameters.values()
+        more = inspect.Parameter(other, inspect.Parameter.KEYWORD_ONLY, default=None)
+        forward.__signature__ = inspect.Signature([*list(names)[:-1], more, list(names)[-1]])
+        self.model.forward = forward
+
+
+def test_a_cache_goes_by_either_name():
+    model = build(lambda: OtherName(LlamaConfig(**SMALL)))
+    usual = LlamaForCausalLM(LlamaConfig(**SMALL))
+    assert {cache_keyword(lm.model.forward) for lm in (model, usual)} == {"cache", "past_key_values"}
+    assert continuations(model) == 2
+    ids, mask = padded(grown())
+    batch, token = predicted(mask)
+    shared = shared_forward_pass(model, ids, mask)
+    plain = forward_pass(model, ids, mask)
+    assert rel(shared.logits(batch, token), plain.logits(batch, token)) < 1e-5
+
+
+def test_a_body_that_takes_no_cache_is_not_run_without_it():
+    body = build(lambda: Cacheless(LlamaConfig(**SMALL))).model
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(TypeError, match="LlamaModel.forward takes no cache"):
+        run_body(body, ids, torch.ones(1, 4, dtype=torch.long), use_cache=True, cache=DynamicCache())
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Raising, Cacheless])

@@ -19,7 +19,7 @@ import fsspec
 
 @contextmanager
 def local_s3(*buckets: str, one_write_at_a_time: bool = True) -> Iterator[dict[str, Any]]:
-    """A real S3 protocol server (moto) on a free port of this machine; needs `moto[server]` and `s3fs`.
+    """A real S3 protocol server (moto) on a free port of this machine, from the extras `drills` and `diloco`.
 
     Makes the named buckets and yields storage options for `open_bucket`. Everything in it is gone afterwards.
     moto looks whether a key exists and then stores, in as many threads as there are requests, so two
@@ -33,7 +33,8 @@ def local_s3(*buckets: str, one_write_at_a_time: bool = True) -> Iterator[dict[s
     try:
         port = server.stdout.readline().strip()
         if not port:
-            raise RuntimeError("the S3 server did not start: install moto[server]")
+            remedy = "pip install 'composer-notebooks[drills,diloco]'"
+            raise RuntimeError(f"the S3 server did not start: {remedy}")
         options = {
             "endpoint_url": f"http://127.0.0.1:{int(port)}",
             "key": "practice-key",

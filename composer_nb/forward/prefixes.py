@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from composer_nb.forward.states import (
+    cache_keyword,
+    cache_of,
     causal_lm,
     eval_mode,
     forward_pass,
@@ -57,7 +59,7 @@ class OpenPass:
 def open_pass(body: nn.Module, ids: Int[Tensor, "P L"], mask: Tensor) -> OpenPass:
     "Run left-padded prefixes and keep their keys and values."
     first = run_body(body, ids, mask, use_cache=True)
-    return OpenPass(first.last_hidden_state, mask, first.past_key_values)
+    return OpenPass(first.last_hidden_state, mask, cache_of(first))
 
 
 def go_on(
@@ -66,8 +68,8 @@ def go_on(
     "Run right-padded rows, each from where row `owner[row]` of `opened` ended; `opened` is used up."
     cache = _select_rows(opened.cache, owner)
     whole = torch.cat([opened.mask[owner], mask], dim=1)
-    rest = run_body(body, ids, whole, use_cache=True, past_key_values=cache)
-    return OpenPass(rest.last_hidden_state, whole, rest.past_key_values)
+    rest = run_body(body, ids, whole, use_cache=True, cache=cache)
+    return OpenPass(rest.last_hidden_state, whole, cache_of(rest))
 
 
 def run_from_prefix(
@@ -88,8 +90,9 @@ def run_from_prefix(
 def _check_continuations_of(lm: nn.Module) -> int:
     "Both ways on four rows over three over two, in eval mode and without autocast."
     try:
-        accepted = inspect.signature(lm.base_model.forward).parameters.keys() if head_shortcut(lm) else ()
-        if not {"use_cache", "past_key_values"} <= set(accepted):
+        forward = lm.base_model.forward
+        keeps = "use_cache" in inspect.signature(forward).parameters and cache_keyword(forward)
+        if not (head_shortcut(lm) and keeps):
             return 0
         (prefix, prefix_mask), (suffix, suffix_mask), (tail, tail_mask), owner, above = _probe(lm)
         with torch.no_grad(), eval_mode(lm), torch.autocast(prefix.device.type, enabled=False):
@@ -149,7 +152,7 @@ _PREFIX: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 def prefix_shortcut(model: nn.Module) -> bool:
     """Whether continuing from a cached prefix gives this model's own hidden states.
 
-    Checked once and remembered. False where the head shortcut fails, the body takes no `past_key_values`, its
+    Checked once and remembered. False where the head shortcut fails, the body takes no cache, its
     cache cannot be repeated over rows, or (looked at in each call) gradient checkpointing is active. Never
     raises for an odd model; out of memory does raise.
     """

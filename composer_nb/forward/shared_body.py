@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from .prefixes import can_continue, continuations, continues_exactly
 from .sharing import MIN_SAVING, grouped_states, paying_plan
-from .states import causal_lm, recomputes
+from .states import cache_keyword, cache_of, causal_lm, recomputes
 
 # %% auto #0
 __all__ = ['ROOM', 'SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'RoomyLayer', 'appended',
@@ -120,9 +121,9 @@ def prefilled(
     first = torch.full((len(both),), len(ids), device=ids.device)
     first = first.scatter_reduce(0, place, torch.arange(len(ids), device=ids.device), "amin")
     some = {name: _rows(value, first, len(ids)) for name, value in options.items()}
-    read = {"input_ids": ids[first], "attention_mask": mask[first], "past_key_values": cache}
+    read = {"input_ids": ids[first], "attention_mask": mask[first], cache_keyword(forward): cache}
     output = forward(**read, **some) if not common else _from_one_root(forward, common, read, some)
-    output.past_key_values.batch_select_indices(place)
+    cache_of(output).batch_select_indices(place)
     output.last_hidden_state = output.last_hidden_state[place]
     calls.add(common + len(first) * (ids.shape[1] - common), ids.numel())
     return output
@@ -176,9 +177,10 @@ def _from_one_root(
     # noqa: E731
     at = lambda rows, columns: {"input_ids": ids[rows, columns], "position_ids": places[rows, columns]}
     one, begun, own = slice(0, 1), slice(0, common), slice(common, None)
-    root = forward(**at(one, begun), attention_mask=mask[:1, :common], past_key_values=cache, **rest)
+    rest[cache_keyword(forward)] = cache
+    root = forward(**at(one, begun), attention_mask=mask[:1, :common], **rest)
     cache.batch_select_indices(torch.zeros(len(ids), dtype=torch.long, device=ids.device))
-    output = forward(**at(slice(None), own), attention_mask=mask, past_key_values=cache, **rest)
+    output = forward(**at(slice(None), own), attention_mask=mask, **rest)
     ordered = lambda kept: kept.gather(2, back[:, None, :, None].expand_as(kept))  # noqa: E731
     for layer in cache.layers:
         layer.keys, layer.values = ordered(layer.keys), ordered(layer.values)
@@ -252,10 +254,11 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
     patched, own = body.__dict__.get("forward"), body.forward
     continues_exactly(model)  # looked at once, through the forward that is about to change
 
-    def forward(
-        input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **options: Any
-    ) -> Any:
-        return _call(model, own, calls, input_ids, attention_mask, past_key_values, options)
+    @functools.wraps(own)  # whoever reads the signature finds the body's own
+    def forward(input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        given = [options.pop(name, None) for name in ("cache", "past_key_values")]
+        cache = next((held for held in given if held is not None), None)
+        return _call(model, own, calls, input_ids, attention_mask, cache, options)
 
     body.forward = forward
     try:
@@ -273,7 +276,8 @@ def _call(
 ) -> Any:  # fmt: skip
     "One call of the body: shared where it can be."
     lm, size = causal_lm(model), 0 if ids is None else ids.numel()
-    plain = lambda: own(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)  # noqa: E731
+    held = {} if cache is None else {cache_keyword(own): cache}
+    plain = lambda: own(input_ids=ids, attention_mask=mask, **held, **options)  # noqa: E731
     seen = torch.ones_like(ids) if mask is None and ids is not None else mask
     if cache is not None:
         filling = isinstance(cache, DynamicCache) and cache.get_seq_length() == 0 and ids is not None

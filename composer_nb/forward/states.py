@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
 
 # %% auto #0
 __all__ = ['Encoded', 'encode_sequences', 'causal_lm', 'project', 'eval_mode', 'head_shortcut', 'as_prepared', 'require_states',
-           'ForwardPass', 'forward_pass', 'run_body', 'recomputes', 'grouped_heads']
+           'ForwardPass', 'cache_keyword', 'cache_of', 'forward_pass', 'run_body', 'recomputes', 'grouped_heads']
 
 # %% ../../nbs/kernels/09_forward.ipynb #15712417
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -122,6 +124,19 @@ class ForwardPass:
         require_states(self.shortcut)
         return self.states[batch, token - 1]
 
+# %% ../../nbs/kernels/09_forward.ipynb #cachename01
+def cache_keyword(forward: Any) -> str:
+    """What a forward calls its cache: `cache` from transformers 5.24 on, `past_key_values` before; empty
+    where it takes none.
+    """
+    accepted = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in accepted), "")
+
+
+def cache_of(output: Any) -> Cache | None:
+    "The cache that an output holds, by the name of either version."
+    return output.cache if hasattr(output, "cache") else output.past_key_values
+
 # %% ../../nbs/kernels/09_forward.ipynb #50133f1d
 def forward_pass(model: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Tensor) -> ForwardPass:
     "Run the body once. Positions count real tokens only, so either padding side gives the same states."
@@ -131,15 +146,25 @@ def forward_pass(model: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask
     return ForwardPass(output.last_hidden_state if shortcut else output.logits, lm, shortcut)
 
 
-def run_body(body: nn.Module, input_ids: Int[Tensor, "B T"], attention_mask: Tensor, **cache: Any) -> Any:
+def run_body(
+    body: nn.Module,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Tensor,
+    *,
+    use_cache: bool,
+    cache: Cache | None = None,
+) -> Any:
     """Call the body with what its signature accepts; returns its own output object.
 
-    The mask may be longer than the ids by what a cache in `cache` already holds.
+    The mask may be longer than the ids by what `cache` already holds. Raises TypeError where a cache is given
+    to a body that takes none.
     """
-    accepted = inspect.signature(body.forward).parameters
+    accepted, name = inspect.signature(body.forward).parameters, cache_keyword(body.forward)
+    if cache is not None and not name:
+        raise TypeError(f"{type(body).__name__}.forward takes no cache, so it cannot go on from one")
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]
-    optional = {"position_ids": positions, **cache}
-    known = {name: value for name, value in optional.items() if name in accepted}
+    optional = {"position_ids": positions, "use_cache": use_cache} | ({name: cache} if name else {})
+    known = {name: value for name, value in optional.items() if name in accepted and value is not None}
     twice = recomputes(body)  # the second time is outside of this call
     with contextlib.nullcontext() if twice else grouped_heads(input_ids.device):
         return body(input_ids=input_ids, attention_mask=attention_mask, **known)

@@ -18,7 +18,7 @@ from ..distillation.fused import chunk_rows
 from ..forward.prefixes import can_continue, continuations, run_from_prefix
 from ..forward.shared_body import common_beginning, why_not
 from ..forward.sharing import SharedPrefixes, paying_plan
-from ..forward.states import causal_lm, run_body
+from ..forward.states import cache_of, causal_lm, run_body
 from ..loss.channels import head_of
 from .config import ComposerConfig
 
