@@ -40,7 +40,12 @@ AIM_ZERO = [
     "runs_unknown_commit",
     "lines_over_110_share",
 ]
-AIM_ALL = {"lone_chapters_run": "lone_chapters", "runs_clean": "runs"}
+AIM_ALL = {
+    "lone_chapters_run": "lone_chapters",
+    "lone_chapters_run_3_12": "lone_chapters",
+    "lone_chapters_run_3_13": "lone_chapters",
+    "runs_clean": "runs",
+}
 
 
 def look_up(metrics: dict, key: str):

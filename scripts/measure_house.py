@@ -176,11 +176,23 @@ def lone_pages(root: Path) -> list[str]:
     return [page for page in toc_order(root) if page.startswith("nbs/") or page == QUICKSTART]
 
 
+LONE = {"lone_chapters_run": "lone.json"} | {
+    f"lone_chapters_run_{minor.replace('.', '_')}": f"lone-{minor}.json" for minor in ("3.12", "3.13")
+}
+
+
 def lone_facts(root: Path) -> dict[str, list[str]]:
-    """Which pages must run alone, and which of them did when `make lone` last wrote `book/lone.json`."""
-    kept, wanted = root / "book" / "lone.json", lone_pages(root)
-    ran = set(json.loads(kept.read_text())["ran"]) if kept.exists() else set()
-    return {"lone_chapters": wanted, "lone_chapters_run": [page for page in wanted if page in ran]}
+    """Which pages must run alone, and which of them did when a report in `book/` was last written: of the
+    pinned environment (`make lone`), and of other Pythons with the newest versions they get.
+    """
+    wanted = lone_pages(root)
+
+    def ran(name: str) -> list[str]:
+        kept = root / "book" / name
+        done = set(json.loads(kept.read_text())["ran"]) if kept.exists() else set()
+        return [page for page in wanted if page in done]
+
+    return {"lone_chapters": wanted} | {figure: ran(name) for figure, name in LONE.items()}
 
 
 def next_disagreements(chapters: Sequence[Chapter], order: Sequence[str], root: Path) -> list[str]:

@@ -8,7 +8,8 @@ gpu` are left out, as `nbdev_test` leaves them out. With `--fork` third-party mo
 are imported once for many pages; of each environment the first page starts from nothing.
 
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
-same launch cell share one, one after another. `book/lone.json` keeps what ran.
+same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
+on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there and adds to it.
 """
 
 from __future__ import annotations
@@ -447,19 +448,40 @@ def once_more(
     return [result for result in results if not result.reason] + second
 
 
-def report(results: Sequence[Result], chapters: Sequence[str], python: str) -> dict[str, object]:
-    """What `book/lone.json` holds."""
+NAMED = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")  # whose versions are kept
+
+
+def facts_of(python: Path | str, names: Sequence[str] = NAMED) -> dict[str, str]:
+    """The version of a Python and of what it has installed of `names`."""
+    code = (
+        "import importlib.metadata as m, json, platform\n"
+        "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
+        f"had = {{n: found[n] for n in {tuple(names)!r} if n in found}}\n"
+        "print(json.dumps({'python': platform.python_version()} | had))"
+    )
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def report(
+    results: Sequence[Result], chapters: Sequence[str], facts: dict[str, str], before: dict | None = None
+) -> dict[str, object]:
+    """What `book/lone.json` holds; with `before`, such a report, its pages that ran stand beside those of now."""
     done = {r.page: r for r in results}
-    return {
-        "python": python,
-        "chapters": list(chapters),
-        "ran": [p for p in chapters if p in done and not done[p].reason],
-        "failed": {
-            p: done[p].reason if p in done else "was not reached"
-            for p in chapters
-            if p not in done or done[p].reason
-        },
-    }
+    old = set(before["ran"]) if before else set()
+    every = [*before["chapters"], *(p for p in chapters if p not in before["chapters"])] if before else [*chapters]
+    ran = [p for p in every if (not done[p].reason if p in done else p in old)]
+    failed = {p: done[p].reason if p in done else "was not reached" for p in every if p not in ran}
+    return {"python": facts["python"], "versions": facts, "chapters": every, "ran": ran, "failed": failed}
+
+
+def to_run_again(file: Path, python: str) -> dict:
+    """A report of this Python in which pages failed. Raises SystemExit, with what to do, for any other."""
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if before["python"] != python:
+        raise SystemExit(f"{file} is of Python {before['python']}, not {python}: name that one with --python")
+    if not before["failed"]:
+        raise SystemExit(f"every page of {file} ran; leave out --again to run them all")
+    return before
 
 
 def slowest(results: Sequence[Result], many: int) -> Iterator[str]:
@@ -476,6 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", help="beginnings of file or folder names; without any, every page"
     )
+    parser.add_argument("--again", type=Path, help="a report: run what failed in it, and add what ran now")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to take pages and archive from")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
     parser.add_argument("--workers", type=int, default=2, help="pages at a time")
@@ -491,7 +514,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     root, started = args.root.resolve(), time.monotonic()
-    chapters = picked(root, args.names)
+    if args.again and args.names:
+        parser.error("--again says which pages run: leave the names out")
+    before = to_run_again(args.again, facts_of(args.python, ())["python"]) if args.again else None
+    chapters = picked(root, list(before["failed"]) if before else args.names)
     jobs = [prepare(page, root) for page in chapters]
     with tempfile.TemporaryDirectory(prefix="composer_nb_lone_") as temporary:
         folder = args.envs.resolve() if args.envs else Path(temporary) / "envs"
@@ -508,18 +534,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         places = Path(temporary) / "pages"
         results = run_all(jobs, envs, sources, places, args.workers, args.limit, args.fork)
         results = once_more(jobs, results, envs, sources, places, args.limit)
-    code = "import platform; print(platform.python_version())"
-    python = subprocess.run(
-        [args.python, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    found = report(results, chapters, python)
-    out = args.out or (
+        facts = facts_of(next(iter(envs.made.values())))
+    found = report(results, chapters, facts, before)
+    out = args.out or args.again or (
         root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None
     )
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{len(found['ran'])} of {len(chapters)} pages ran on Python {python} in {time.monotonic() - started:.0f} s"
+        f"{len(found['ran'])} of {len(found['chapters'])} pages ran on Python {facts['python']} in {time.monotonic() - started:.0f} s"
     )
     print("the slowest cells:", *slowest(results, args.durations), sep="\n")
     for page, reason in found["failed"].items():

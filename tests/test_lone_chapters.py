@@ -113,10 +113,28 @@ def test_a_lone_page_finds_package_data_and_folder(environments, sources, tmp_pa
 def test_a_cell_that_fails_is_named(environments, sources, tmp_path: Path) -> None:
     result = run_lone.run_page(job("1 / 0"), environments.get("core"), sources, tmp_path / "lone")
     assert re.fullmatch(r"cell \d+: ZeroDivisionError: division by zero", result.reason)
-    assert run_lone.report([result], ["nbs/kernels/tiny", "nbs/kernels/other"], "3.11")["failed"] == {
+    assert run_lone.report([result], ["nbs/kernels/tiny", "nbs/kernels/other"], {"python": "3.11"})["failed"] == {
         "nbs/kernels/tiny": result.reason,
         "nbs/kernels/other": "was not reached",
     }
+
+
+def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
+    """What ran stays, what failed is replaced, what failed again keeps its newest reason."""
+    results = [run_lone.Result("a", 1, 0), run_lone.Result("b", 1, 0, "no"), run_lone.Result("c", 1, 0, "no")]
+    first = run_lone.report(results, ["a", "b", "c"], {"python": "3.12.1"})
+    again = [run_lone.Result("b", 1, 0), run_lone.Result("c", 1, 0, "still not")]
+    both = run_lone.report(again, ["b", "c"], {"python": "3.12.1", "torch": "2"}, first)
+    assert (both["ran"], both["failed"]) == (["a", "b"], {"c": "still not"})
+    assert both["chapters"] == ["a", "b", "c"] and both["versions"]["torch"] == "2"
+    file = tmp_path / "lone.json"
+    file.write_text(json.dumps(both))
+    assert list(run_lone.to_run_again(file, "3.12.1")["failed"]) == ["c"]
+    with pytest.raises(SystemExit, match=r"is of Python 3.12.1, not 3.13.0"):
+        run_lone.to_run_again(file, "3.13.0")
+    file.write_text(json.dumps(both | {"failed": {}}))
+    with pytest.raises(SystemExit, match="every page of"):
+        run_lone.to_run_again(file, "3.12.1")
 
 
 def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> None:
