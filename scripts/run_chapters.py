@@ -19,7 +19,15 @@ from check_notebooks import load_runner
 from check_sync import ROOT, run_nbdev
 from frame import Shelf, frame, page_of
 
-NOISE = ("IProgress", "it/s]", "s/it]", "%|", "IPKernelApp", "pin_memory", "USDT:")  # USDT: PyTorch's profiler
+NOISE = (
+    "IProgress",
+    "it/s]",
+    "s/it]",
+    "%|",
+    "IPKernelApp",
+    "pin_memory",
+    "USDT:",
+)  # USDT: PyTorch's profiler
 
 
 def run(path: Path, shelf: Shelf) -> float:

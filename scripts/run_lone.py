@@ -413,7 +413,9 @@ def run_all(
             while job := queue.next(mine):
                 python = envs.get(f"{number}-{'-'.join(job.needs) or 'core'}")
                 place = folder / job.page.replace("/", "-")
-                result = run_page(job, python, sources, place, limit_s, nests.get(python, queue.left(job.needs)))
+                result = run_page(
+                    job, python, sources, place, limit_s, nests.get(python, queue.left(job.needs))
+                )
                 results.append(result)
                 words = f"{result.page}: {result.reason or 'ran'} ({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
                 print(words, flush=True)
@@ -468,7 +470,11 @@ def report(
     """What `book/lone.json` holds; with `before`, such a report, its pages that ran stand beside those of now."""
     done = {r.page: r for r in results}
     old = set(before["ran"]) if before else set()
-    every = [*before["chapters"], *(p for p in chapters if p not in before["chapters"])] if before else [*chapters]
+    every = (
+        [*before["chapters"], *(p for p in chapters if p not in before["chapters"])]
+        if before
+        else [*chapters]
+    )
     ran = [p for p in every if (not done[p].reason if p in done else p in old)]
     failed = {p: done[p].reason if p in done else "was not reached" for p in every if p not in ran}
     return {"python": facts["python"], "versions": facts, "chapters": every, "ran": ran, "failed": failed}

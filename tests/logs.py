@@ -37,7 +37,9 @@ def damaged(records, seed, most=14):
     draw = random.Random(seed)
     lines = [json.dumps(draw.choice(records)) for _ in range(draw.randint(1, most))]
     hurt = draw.randrange(len(lines))
-    lines[hurt] = lines[hurt].replace(draw.choice(list('"{}[]:ae1')), draw.choice(["", "null", "7", "\x00"]), 1)
+    lines[hurt] = lines[hurt].replace(
+        draw.choice(list('"{}[]:ae1')), draw.choice(["", "null", "7", "\x00"]), 1
+    )
     return "\n".join(lines)
 
 

@@ -58,7 +58,9 @@ def test_it_is_made_once_and_a_process_in_it_sees_both(visitor: Environment) -> 
 
 def test_half_an_environment_is_never_used(visitor: Environment) -> None:
     visitor.folder.mkdir(parents=True)
-    (visitor.folder / "visitor.py").write_text("WORD = 'half'\n")  # as a kill would leave it, without the stamp
+    (visitor.folder / "visitor.py").write_text(
+        "WORD = 'half'\n"
+    )  # as a kill would leave it, without the stamp
     (visitor.folder.parent / ".visitor-killed").mkdir()
     with pytest.raises(EnvironmentMissing, match="composer-nb env make visitor"):
         variables(visitor)
@@ -73,9 +75,16 @@ def test_other_pins_are_another_folder(visitor: Environment) -> None:
     assert visitor.folder != before
 
 
-def test_an_install_that_fails_is_one_line_and_leaves_nothing(visitor: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_install_that_fails_is_one_line_and_leaves_nothing(
+    visitor: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     visitor.pins.write_text("no-such-thing==1\n")
-    for name, value in {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
+    for name, value in {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_CONFIG_FILE": os.devnull,
+    }.items():
         monkeypatch.setenv(name, value)
     shown = CliRunner().invoke(app, ["env", "make", "visitor"])
     assert shown.exit_code == 1 and "connect to the network" in shown.output and shown.output.count("\n") == 1

@@ -89,7 +89,9 @@ def test_votes_stand_where_nothing_can_be_tried():
     assert arbitrate(prose, {"A": call(9)}, worth) is None
     assert arbitrate(state_of(), {"A": Action("words"), "B": Action("other")}, worth) is None
     mixed = arbitrate(state_of(), {"A": Action("words"), "B": call(10)}, worth)
-    assert mixed.outcome == "pair" and list(mixed.votes.values()) == [("B",), ("A",)] and len(mixed.scores) == 1
+    assert (
+        mixed.outcome == "pair" and list(mixed.votes.values()) == [("B",), ("A",)] and len(mixed.scores) == 1
+    )
     said = {"s": {"A": Action("same"), "B": Action("same")}, "t": {"A": call(10), "B": call(3)}}
     states = [prose, state_of(0, "t")]
     by = {p.state_id: p.provenance for p in extract_dpo_pairs(states, said, arbiter=worth)}
@@ -133,7 +135,9 @@ def test_no_option_is_ignored():
     with pytest.raises(ValueError, match="without an arbiter"):
         extract_dpo_pairs([state_of()], {"s": {"A": call(1), "B": call(1)}}, passing=0.5)
     with pytest.raises(ValueError, match="who are not among the teachers"):
-        extract_dpo_pairs([state_of()], {"s": {"A": call(1), "Z": call(1)}}, teachers=["A", "B"], arbiter=worth)
+        extract_dpo_pairs(
+            [state_of()], {"s": {"A": call(1), "Z": call(1)}}, teachers=["A", "B"], arbiter=worth
+        )
     half = {"s": {"A": call(6), "B": call(1)}}
     assert not extract_dpo_pairs([state_of()], half, arbiter=worth)
     assert len(extract_dpo_pairs([state_of()], half, arbiter=worth, passing=0.6)) == 1
@@ -175,7 +179,11 @@ def test_what_no_task_leads_to_cannot_be_tried(tmp_path):
     arbiter = EpisodeArbiter(FILES, TASKS)
     assert EpisodeArbiter(FILES, [other])(states[0], Action("ls")) is None
     last = states[-1]
-    for messages in ([*last.messages[:-1], {"role": "user", "content": "Request: x"}], last.messages[:-1], last.messages[:1]):
+    for messages in (
+        [*last.messages[:-1], {"role": "user", "content": "Request: x"}],
+        last.messages[:-1],
+        last.messages[:1],
+    ):
         assert arbiter(TraceState("s", messages, Action("ls")), Action("ls")) is None
     ended = [*last.messages, {"role": "assistant", "content": "ls"}, {"role": "assistant", "content": "ls"}]
     assert not again(FILES.episode(task), ended)
@@ -214,5 +222,7 @@ def test_single_turn_questions_are_an_arbiter_too():
         (right,) = family.reference(task)
         state = TraceState("s", family.episode(task).messages(), Action("no idea"))
         found = arbitrate(state, {"A": Action(right), "B": Action("{}")}, arbiter, unlike=True)
-        assert found.outcome == "pair" and found.winner_from == "A" and found.decided_by.endswith("played again")
+        assert (
+            found.outcome == "pair" and found.winner_from == "A" and found.decided_by.endswith("played again")
+        )
         assert consensus(state, {"A": Action(right), "B": Action("{}")}).outcome == "below_threshold"

@@ -51,7 +51,9 @@ def test_problems_are_sums_with_whole_answers_that_their_text_tells(steps):
 
 def test_splits_share_neither_words_nor_shapes():
     problems = {split: make_problems(split, 400, 1, (2, 3)) for split in ("train", "heldout")}
-    said = {s: {w for p in ones for w in p.question.replace(".", " ").split()} for s, ones in problems.items()}
+    said = {
+        s: {w for p in ones for w in p.question.replace(".", " ").split()} for s, ones in problems.items()
+    }
     assert not said["train"] & said["heldout"] & {*PEOPLE, *THINGS}
     shapes = {s: {tuple(x.operation for x in p.steps) for p in ones} for s, ones in problems.items()}
     assert shapes["train"] and shapes["heldout"] and not shapes["train"] & shapes["heldout"]
@@ -154,7 +156,10 @@ def test_signs_of_print_are_signs():
 def test_the_fault_names_what_was_wrong():
     said = {
         "9 + 6 = 16\n#### 16": ("execution_error", "is not true"),
-        "9 + 6 = 15\n15 - 3 = 12\n#### 12": ("wrong_effect", "your step takes away where the question shares out"),
+        "9 + 6 = 15\n15 - 3 = 12\n#### 12": (
+            "wrong_effect",
+            "your step takes away where the question shares out",
+        ),
         "9 + 6 = 15\n#### 15": ("wrong_effect", "no true equation is step 2"),
         "9 + 6 = 15\n15 / 3 = 5\n#### 6": ("wrong_effect", "behind ####"),
         "9 + 6 = 15\n15 / 3 = 5": ("no_call", "no line with ####"),
@@ -172,7 +177,9 @@ def test_no_fault_and_no_plan_holds_a_value_that_the_answer_did_not_say():
         for _ in range(5):
             step = rng.choice(problem.steps)
             sign, right = rng.choice("+-*"), step.right + rng.randint(0, 1)
-            text = f"{step.left} {sign} {right} = {applied(sign, step.left, right)}\n#### {rng.randint(1, 999)}"
+            text = (
+                f"{step.left} {sign} {right} = {applied(sign, step.left, right)}\n#### {rng.randint(1, 999)}"
+            )
             turn = run(Arithmetic(), problem, [text]).turns[0]
             if turn.fault:
                 told = turn.fault.text.replace(f"step {len(problem.steps)}", "")
@@ -231,10 +238,18 @@ def test_a_problem_without_steps_is_graded_by_its_answer():
 
 def test_math_verify_agrees_on_final_answers():
     rng, disagree = random.Random(0), []
-    for problem in make_problems("train", 250, 11) + [gsm8k_problem(str(i), r["question"], r["answer"]) for i, r in enumerate(ROWS)]:
+    for problem in make_problems("train", 250, 11) + [
+        gsm8k_problem(str(i), r["question"], r["answer"]) for i, r in enumerate(ROWS)
+    ]:
         value = problem.answer
         plain = str(int(value)) if value.denominator == 1 else str(float(value))
-        for said in (plain, f"{float(value):,.2f}", f"{int(value) + rng.randint(1, 9)}", f"-{plain}", f"{float(value):.1f}"):
+        for said in (
+            plain,
+            f"{float(value):,.2f}",
+            f"{int(value) + rng.randint(1, 9)}",
+            f"-{plain}",
+            f"{float(value):.1f}",
+        ):
             ours = marked(problem, f"#### {said}").solved
             theirs = verify(parse(plain), parse(said.replace(",", "")))
             if ours != theirs:

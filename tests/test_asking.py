@@ -17,7 +17,11 @@ from composer_nb.replay.protocol import TeacherReply
 from composer_nb.replay.received import Attempt, attempt_record, json_object, record_attempt
 from composer_nb.traces import Action, TraceState, tool_call
 
-PRICES = Prices("d", "s", {f"vendor/{name}": Price(1e-6, 2e-6) for name in ("ok", "deep", "stream", "length-long", "never")})
+PRICES = Prices(
+    "d",
+    "s",
+    {f"vendor/{name}": Price(1e-6, 2e-6) for name in ("ok", "deep", "stream", "length-long", "never")},
+)
 STATE = TraceState("s/0", [{"role": "user", "content": "Which file?"}], Action("a.py"))
 
 
@@ -54,7 +58,10 @@ def test_an_attempt_comes_back_from_disk_as_it_was(attempt):
     assert record_attempt(json.loads(json.dumps(attempt_record(attempt)))) == attempt
 
 
-@given(st.binary(max_size=60) | st.sampled_from([b"data:" * 5000, b"data: {", b"data: 1", b": x", b"event: a\ndata: {}"]))
+@given(
+    st.binary(max_size=60)
+    | st.sampled_from([b"data:" * 5000, b"data: {", b"data: 1", b": x", b"event: a\ndata: {}"])
+)
 def test_any_bytes_can_be_read(body):
     for whole in (body, b"data: " + body, b'data: {"choices": [' + body + b"]}"):
         assert isinstance(json_object(whole), dict | None)
@@ -64,8 +71,24 @@ CHUNKS = [
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "I "}}], "model": "m"},
     {"choices": [{"index": 0, "delta": {"content": "look.", "reasoning": "hm"}}]},
     {"choices": [{"index": 1, "delta": {"content": "another choice"}}]},
-    {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "ls", "arguments": '{"a'}}]}}]},
-    {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 1, "function": {"name": "cat", "arguments": "{}"}}]}}]},
+    {
+        "choices": [
+            {
+                "index": 0,
+                "delta": {
+                    "tool_calls": [{"index": 0, "id": "c", "function": {"name": "ls", "arguments": '{"a'}}]
+                },
+            }
+        ]
+    },
+    {
+        "choices": [
+            {
+                "index": 0,
+                "delta": {"tool_calls": [{"index": 1, "function": {"name": "cat", "arguments": "{}"}}]},
+            }
+        ]
+    },
     {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": '": 1}'}}]}}]},
     {"choices": [{"index": 0, "delta": None, "finish_reason": "tool_calls"}]},
     {"choices": [], "usage": {"prompt_tokens": 3}},
@@ -74,13 +97,24 @@ CHUNKS = [
 
 @pytest.mark.parametrize("newline", [b"\n\n", b"\r\n\r\n"])
 def test_events_add_up(newline):
-    body = newline.join(b"data: " + json.dumps(chunk).encode() for chunk in CHUNKS) + newline + b"data: [DONE]" + newline
+    body = (
+        newline.join(b"data: " + json.dumps(chunk).encode() for chunk in CHUNKS)
+        + newline
+        + b"data: [DONE]"
+        + newline
+    )
     read = json_object(b": a comment" + newline + body)
     (choice,) = read["choices"]
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]
+    ]
     assert calls == [("ls", '{"a": 1}'), ("cat", "{}")] and choice["message"]["tool_calls"][0]["id"] == "c"
     assert choice["message"]["content"] == "I look." and choice["message"]["reasoning"] == "hm"
-    assert (read["usage"], read["model"], choice["finish_reason"]) == ({"prompt_tokens": 3}, "m", "tool_calls")
+    assert (read["usage"], read["model"], choice["finish_reason"]) == (
+        {"prompt_tokens": 3},
+        "m",
+        "tool_calls",
+    )
 
 
 @pytest.mark.parametrize("chunk", [
@@ -101,7 +135,11 @@ def test_what_broke_off_is_kept_and_the_key_is_not(server, monkeypatch):
         kept.append(attempt)
 
     async def ask(fault):
-        endpoint = Endpoint(f"{server.base_url}/chat/completions", Limits(timeout_s=0.5, max_attempts=2, backoff_s=0.01), "KEY")
+        endpoint = Endpoint(
+            f"{server.base_url}/chat/completions",
+            Limits(timeout_s=0.5, max_attempts=2, backoff_s=0.01),
+            "KEY",
+        )
         body = {"model": f"vendor/{fault}", "messages": [{"role": "user", "content": "x"}]}
         await endpoint.send(json.dumps(body).encode(), keep)
         await endpoint.close()
@@ -109,7 +147,9 @@ def test_what_broke_off_is_kept_and_the_key_is_not(server, monkeypatch):
     for fault in ("reset", "drip~0.02", "status~429~1", "echo-key"):
         asyncio.run(ask(fault))
     half, slow, busy, good, echoed = kept
-    assert half.trouble == "lost" and half.status == 200 and half.body.startswith(b"{") and half.payload is None
+    assert (
+        half.trouble == "lost" and half.status == 200 and half.body.startswith(b"{") and half.payload is None
+    )
     assert slow.trouble == "timeout" and 0 < len(slow.body) < 40 and slow.state == "perhaps paid"
     assert (busy.status, busy.state, good.state) == (429, "unpaid", "settled")
     assert b"sk-0123456789abcdef" not in echoed.body and "content-type" in echoed.headers
@@ -133,7 +173,9 @@ def test_a_reader_that_fails_costs_nothing_twice(server, tmp_path):
     out = replay(path, teacher(server, "ok", Broken))
     assert [miss.reason for miss in out.skipped] == ["unread: KeyError: 'a field that is not there'"]
     out = replay(path, teacher(server, "ok"))
-    assert out.replies["s/0"]["vendor/ok"].outcome == "ok" and 0 < out.spent_usd < 0.01 and out.reserved_usd == 0
+    assert (
+        out.replies["s/0"]["vendor/ok"].outcome == "ok" and 0 < out.spent_usd < 0.01 and out.reserved_usd == 0
+    )
     assert server.requests("model")["vendor/ok"] == asked + 1
     assert path.read_text().count('"kind":"received"') == 1
 
@@ -164,7 +206,10 @@ def test_an_answer_that_came_before_a_kill_is_read_and_not_asked_for(server, tmp
         assert ledger.unread(request.key) is None and not ledger.open_requests
 
 
-@pytest.mark.parametrize("came, more", [(Attempt(429), {}), (Attempt(200, b'{"cho', "lost"), {"retry_lost": True}), (Attempt(401, b"{}"), {})])
+@pytest.mark.parametrize(
+    "came, more",
+    [(Attempt(429), {}), (Attempt(200, b'{"cho', "lost"), {"retry_lost": True}), (Attempt(401, b"{}"), {})],
+)
 def test_what_is_no_answer_is_asked_again(server, tmp_path, came, more):
     mine = teacher(server, "ok", name=f"again {came.status} {came.trouble}", **more)
     request, asked = mine.request(STATE), server.requests("model")["vendor/ok"]
@@ -173,7 +218,9 @@ def test_what_is_no_answer_is_asked_again(server, tmp_path, came, more):
         asyncio.run(ledger.received(request, attempt, came))
     out = replay(tmp_path / "l.jsonl", teacher(server, "ok", name=mine.name, **more))
     assert out.actions["s/0"][mine.name] and server.requests("model")["vendor/ok"] == asked + 1
-    refused = came.status == 401  # at no cost, and nothing was sent after it; else the first attempt stays counted
+    refused = (
+        came.status == 401
+    )  # at no cost, and nothing was sent after it; else the first attempt stays counted
     assert out.reserved_usd == (0.0 if refused else 0.01)
 
 
@@ -240,7 +287,9 @@ def test_outside_a_replay_too(server, tmp_path):
         mine = teacher(server, "ok", kind, name="outside")
         with Ledger(tmp_path / "l.jsonl") as ledger:
             try:
-                return await ledgered_reply(mine, ledger, Budget(1.0, ledger.committed_usd))(mine.request(STATE))
+                return await ledgered_reply(mine, ledger, Budget(1.0, ledger.committed_usd))(
+                    mine.request(STATE)
+                )
             finally:
                 await mine.aclose()
 
@@ -253,7 +302,10 @@ def test_outside_a_replay_too(server, tmp_path):
 
 def test_bytes_that_cannot_be_written_stop_the_run(server, tmp_path, monkeypatch):
     """The first answer finds a disk that takes nothing more: no second question goes out."""
-    states = [TraceState(f"s/{n}", [{"role": "user", "content": f"Which file, {n}?"}], Action("a.py")) for n in range(5)]
+    states = [
+        TraceState(f"s/{n}", [{"role": "user", "content": f"Which file, {n}?"}], Action("a.py"))
+        for n in range(5)
+    ]
     asked = server.requests("model")["vendor/ok"]
 
     async def full(self, request, attempt, what):
@@ -261,7 +313,14 @@ def test_bytes_that_cannot_be_written_stop_the_run(server, tmp_path, monkeypatch
 
     monkeypatch.setattr(Ledger, "received", full)
     with pytest.raises(OSError, match="No space left"):
-        replay_trace_sync(states, [teacher(server, "ok", concurrency=1)], 1.0, ledger=tmp_path / "l.jsonl", check=None, progress=False)
+        replay_trace_sync(
+            states,
+            [teacher(server, "ok", concurrency=1)],
+            1.0,
+            ledger=tmp_path / "l.jsonl",
+            check=None,
+            progress=False,
+        )
     assert server.requests("model")["vendor/ok"] == asked + 1
 
 
@@ -305,7 +364,9 @@ def test_a_disk_that_fills_loses_no_answer(tmp_path):
     with FaultServer(delay_s=1.0) as slow:
         run = f"{sys.executable} {script} {disk} {slow.base_url}"
         mounted = f"mount -t tmpfs -o size=2m tmpfs {disk} && {run} fill && rm {disk}/filler && {run} go"
-        done = subprocess.run(["unshare", "-m", "sh", "-c", mounted], capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", mounted], capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         first, counted, *rest = done.stdout.splitlines()
         assert first.startswith("28 ") and "the disk is full" in first

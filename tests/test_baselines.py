@@ -76,14 +76,16 @@ def test_one_teacher_alone_costs_a_call_a_state():
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9), st.lists(st.none() | st.integers(0, 9), min_size=4, max_size=4)), min_size=1
+        st.tuples(st.integers(0, 9), st.lists(st.none() | st.integers(0, 9), min_size=4, max_size=4)),
+        min_size=1,
     ),
     st.integers(1, 4),
 )
 def test_the_count_is_that_of_the_pairs_that_are_made(rows, threshold):
     states = [state_of(f"s{i}", own) for i, (own, _) in enumerate(rows)]
     replies = {
-        f"s{i}": {n: None if x is None else call(x) for n, x in zip("ABCD", row)} for i, (_, row) in enumerate(rows)
+        f"s{i}": {n: None if x is None else call(x) for n, x in zip("ABCD", row)}
+        for i, (_, row) in enumerate(rows)
     }
     pairs = extract_dpo_pairs(states, replies, threshold)
     good = [right(parse_action(pair.chosen), None) for pair in pairs]

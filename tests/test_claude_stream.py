@@ -22,11 +22,18 @@ USE = {"type": "tool_use", "id": "t1", "name": "Read", "input": {"file_path": "a
 
 
 def line(kind, message=None, session="s1", **more):
-    return {"type": kind, **({"message": message, "parent_tool_use_id": None} if message else {}), "session_id": session, **more}
+    return {
+        "type": kind,
+        **({"message": message, "parent_tool_use_id": None} if message else {}),
+        "session_id": session,
+        **more,
+    }
 
 
 def reply(id, *blocks, **more):
-    return line("assistant", {"id": id, "model": "claude-x", "role": "assistant", "content": list(blocks)}, **more)
+    return line(
+        "assistant", {"id": id, "model": "claude-x", "role": "assistant", "content": list(blocks)}, **more
+    )
 
 
 def said(*blocks, **more):
@@ -49,7 +56,15 @@ def session_file(records):
     """The same run as a session file has it."""
     kept, parent = [], None
     for i, record in enumerate(r for r in records if r["type"] in ("user", "assistant")):
-        kept.append({"type": record["type"], "message": record["message"], "uuid": f"u{i}", "parentUuid": parent, "sessionId": "s1"})
+        kept.append(
+            {
+                "type": record["type"],
+                "message": record["message"],
+                "uuid": f"u{i}",
+                "parentUuid": parent,
+                "sessionId": "s1",
+            }
+        )
         parent = f"u{i}"
     return kept
 
@@ -61,13 +76,18 @@ def test_a_stream_and_its_session_file_give_the_same_states(tmp_path):
     stored, _ = read(tmp_path, session_file(run), ClaudeCodeIngester, "session.jsonl")
     assert [essence(s) for s in streamed] == [essence(s) for s in stored] and len(streamed) == 2
     assert streamed[0].is_error_site and not report.repairs and report.skipped == {"result": 1}
-    assert file_format(tmp_path / "log.jsonl") == "claude-stream" and file_format(tmp_path / "session.jsonl") == "claude-code"
+    assert (
+        file_format(tmp_path / "log.jsonl") == "claude-stream"
+        and file_format(tmp_path / "session.jsonl") == "claude-code"
+    )
 
 
 def test_the_reader_of_session_files_would_lose_the_first_turn(tmp_path):
     run = [INIT, reply("m1", USE), said(result("t1")), reply("m2", text("end")), END]
     states, report = read(tmp_path, run, ClaudeCodeIngester)
-    assert [s.student_action.text for s in states] == ["end"] and report.skipped["turn without a context"] == 1
+    assert [s.student_action.text for s in states] == ["end"] and report.skipped[
+        "turn without a context"
+    ] == 1
     states, report = read(tmp_path, run, ClaudeStreamIngester, prompt="go")
     assert [list(s.messages)[0]["content"] for s in states] == ["go", "go"] and not report.repairs
 
@@ -76,7 +96,9 @@ def test_without_the_prompt_a_sentence_stands_in_its_place_and_says_so(tmp_path)
     run = [INIT, reply("m1", USE), said(result("t1")), reply("m2", text("end"))]
     states, report = read(tmp_path, [*run, *[r | {"session_id": "s2"} for r in run]], ClaudeStreamIngester)
     assert len(states) == 4 and report.repairs == 2
-    assert {s.metadata["prompt"] for s in states} == {"missing"} and "not in this log" in states[0].messages[0]["content"]
+    assert {s.metadata["prompt"] for s in states} == {"missing"} and "not in this log" in states[0].messages[
+        0
+    ]["content"]
     states, _ = read(tmp_path, run, ClaudeStreamIngester, prompt=lambda path: path.stem)
     assert states[0].messages[0]["content"] == "log" and states[0].metadata["prompt"] == "given"
     states, _ = read(tmp_path, [said(text("asked")), *run], ClaudeStreamIngester, prompt="go")
@@ -98,14 +120,31 @@ def test_sub_agents_are_apart_and_kept_on_request(tmp_path):
     assert [s.student_action.text for s in states] == ["", "end"] and report.skipped["side chain record"] == 2
     states = list(ingest(tmp_path / "log.jsonl", sidechains=True))
     inside = next(s for s in states if s.student_action.text == "seen")
-    assert len(states) == 3 and inside.messages == [{"role": "user", "content": "look"}] and inside.metadata["agent"] == "t1"
+    assert (
+        len(states) == 3
+        and inside.messages == [{"role": "user", "content": "look"}]
+        and inside.metadata["agent"] == "t1"
+    )
 
 
 def test_a_compaction_begins_a_context(tmp_path):
     cut = line("system", subtype="compact_boundary", compact_metadata={"trigger": "auto"})
-    run = [INIT, said(text("go")), reply("m1", text("a")), cut, said(text("so far")), reply("m2", text("b")), cut, reply("m3", text("c"))]
+    run = [
+        INIT,
+        said(text("go")),
+        reply("m1", text("a")),
+        cut,
+        said(text("so far")),
+        reply("m2", text("b")),
+        cut,
+        reply("m3", text("c")),
+    ]
     states, report = read(tmp_path, run, ClaudeStreamIngester, prompt="unused")
-    assert [[m["content"] for m in s.messages] for s in states] == [["go"], ["so far"], ["[The prompt is not in this log.]"]]
+    assert [[m["content"] for m in s.messages] for s in states] == [
+        ["go"],
+        ["so far"],
+        ["[The prompt is not in this log.]"],
+    ]
     assert report.repairs == 1
 
 
@@ -114,14 +153,22 @@ def test_what_the_program_wrote_and_what_is_unknown_is_counted(tmp_path):
            reply("m1", text("a"), {"type": "server_tool_use", "id": "x"}), line("stream_event", event={}), line("tool_progress"),
            reply("m2", text("b"), uuid="u"), reply("m2", text("b"), uuid="u"), said({"type": "tool_result"}), said("bare"), END]  # fmt: skip
     states, report = read(tmp_path, run, ClaudeStreamIngester)
-    assert [s.student_action.text for s in states] == ["a", "b"] and report.unknown == {"tool_progress": 1} and report.bad_lines == 2
+    assert (
+        [s.student_action.text for s in states] == ["a", "b"]
+        and report.unknown == {"tool_progress": 1}
+        and report.bad_lines == 2
+    )
     assert report.skipped == {"system hook_started": 1, "API error": 1, "block server_tool_use": 1, "stream_event": 1,
                               "line written twice": 1, "result": 1}  # fmt: skip
 
 
 def test_a_list_of_the_messages_is_read_too(tmp_path):
-    states, _ = read(tmp_path, [INIT, said(text("go")), reply("m1", text("end")), END], ClaudeStreamIngester, "run.json")
-    assert [s.student_action.text for s in states] == ["end"] and len(list(ingest(tmp_path / "run.json"))) == 1
+    states, _ = read(
+        tmp_path, [INIT, said(text("go")), reply("m1", text("end")), END], ClaudeStreamIngester, "run.json"
+    )
+    assert [s.student_action.text for s in states] == ["end"] and len(
+        list(ingest(tmp_path / "run.json"))
+    ) == 1
 
 
 @pytest.mark.parametrize("record", [
@@ -156,7 +203,11 @@ RUN = [INIT, reply("m1", USE), said(result("t1")), reply("m2", text("end")), END
 
 def test_a_prompt_goes_to_the_one_log_that_lacks_it(tmp_path):
     (logs := tmp_path / "logs").mkdir()
-    for name, records in {"a.jsonl": RUN, "whole.jsonl": [said(text("asked")), *RUN], "b.json": [{"title": "no log"}]}.items():
+    for name, records in {
+        "a.jsonl": RUN,
+        "whole.jsonl": [said(text("asked")), *RUN],
+        "b.json": [{"title": "no log"}],
+    }.items():
         (logs / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     for prompt in ("go", {"a.jsonl": "go"}):
         states = list(ingest(logs, prompt=prompt))
@@ -175,7 +226,10 @@ def test_a_prompt_goes_to_the_one_log_that_lacks_it(tmp_path):
 
 
 def test_a_prompt_for_a_format_that_holds_it_is_refused(tmp_path):
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n")
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        + "\n"
+    )
     for format in ("auto", "chat"):
         with pytest.raises(ValueError, match=r"can lack its prompt \(claude-stream\): leave it out"):
             ingest(tmp_path, format, prompt="go")
@@ -200,6 +254,10 @@ def test_a_prompt_from_the_shell(tmp_path, monkeypatch, words, file, why):
     done = CliRunner().invoke(app, ["replay", "ingest", "a.jsonl", *words])
     assert done.exit_code == bool(why), done.output
     if why:
-        assert why in done.stderr and len(done.stderr.splitlines()) == 1 and not (tmp_path / "states.jsonl").exists()
+        assert (
+            why in done.stderr
+            and len(done.stderr.splitlines()) == 1
+            and not (tmp_path / "states.jsonl").exists()
+        )
     else:
         assert [s.messages[0]["content"] for s in load_states(tmp_path / "states.jsonl")] == ["go", "go"]

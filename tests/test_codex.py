@@ -43,7 +43,10 @@ def read(tmp_path, records, kind=CodexIngester, **options):
     return list(reader.ingest(path)), reader.report
 
 
-META = {"type": "session_meta", "payload": {"id": "s1", "cli_version": "1", "base_instructions": {"text": "Sys."}}}
+META = {
+    "type": "session_meta",
+    "payload": {"id": "s1", "cli_version": "1", "base_instructions": {"text": "Sys."}},
+}
 
 
 def test_parallel_calls_are_one_turn_and_a_message_ends_it(tmp_path):
@@ -52,7 +55,15 @@ def test_parallel_calls_are_one_turn_and_a_message_ends_it(tmp_path):
     states, report = read(tmp_path, records)
     assert [len(s.messages) for s in states] == [2, 5, 7] and not report.repairs
     assert [c.id for c in states[0].student_action.tool_calls] == ["a", "b"]
-    assert [m["role"] for m in states[2].messages] == ["system", "user", "assistant", "tool", "tool", "assistant", "user"]
+    assert [m["role"] for m in states[2].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "user",
+    ]
     assert states[0].metadata == {"session": "s1", "version": "1"} and states[0].source == "rollout.jsonl:3"
 
 
@@ -82,7 +93,9 @@ def test_model_thought_and_kinds_of_calls(tmp_path):
     states, report = read(tmp_path, records)
     first, second = states
     assert first.messages[0]["role"] == "developer" and (first.model, second.model) == ("m1", "m2")
-    assert first.student_action.thinking == "hm" and first.student_action.tool_calls[0].arguments == {"input": "*** Begin"}
+    assert first.student_action.thinking == "hm" and first.student_action.tool_calls[0].arguments == {
+        "input": "*** Begin"
+    }
     assert second.student_action.tool_calls[0].arguments == {"command": ["ls"]}
     assert report.skipped == {"item web_search_call": 1, "item ghost_snapshot": 1}
 
@@ -91,24 +104,53 @@ def test_a_compaction_replaces_the_context(tmp_path):
     history = [said("user", "go")["payload"], said("user", "so far: much")["payload"]]
     begin = [META, said("user", "go"), call("a"), result("a")]
     end = [said("user", "and now?"), said("assistant", "end")]
-    states, report = read(tmp_path, [*begin, {"type": "compacted", "payload": {"message": "", "replacement_history": history}}, *end])
-    assert [m["content"] for m in states[-1].messages] == ["Sys.", "go", "so far: much", "and now?"] and not report.repairs
+    states, report = read(
+        tmp_path,
+        [*begin, {"type": "compacted", "payload": {"message": "", "replacement_history": history}}, *end],
+    )
+    assert [m["content"] for m in states[-1].messages] == [
+        "Sys.",
+        "go",
+        "so far: much",
+        "and now?",
+    ] and not report.repairs
     states, report = read(tmp_path, [*begin, {"type": "compacted", "payload": {"message": "summary"}}, *end])
-    assert [m["content"] for m in states[-1].messages] == ["Sys.", "go", "summary", "and now?"] and report.repairs == 1
+    assert [m["content"] for m in states[-1].messages] == [
+        "Sys.",
+        "go",
+        "summary",
+        "and now?",
+    ] and report.repairs == 1
     held = [said("user", "go")["payload"], call("z")["payload"], result("z")["payload"]]
-    states, _ = read(tmp_path, [*begin, {"type": "compacted", "payload": {"replacement_history": held}}, *end])
-    assert len(states) == 2 and [m["role"] for m in states[-1].messages] == ["system", "user", "assistant", "tool", "user"]
+    states, _ = read(
+        tmp_path, [*begin, {"type": "compacted", "payload": {"replacement_history": held}}, *end]
+    )
+    assert len(states) == 2 and [m["role"] for m in states[-1].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "user",
+    ]
 
 
 def test_without_a_history_a_compaction_keeps_instructions_and_what_the_user_said_last(tmp_path):
     folder, rules = "<environment_context>\n<cwd>/w</cwd>", "# AGENTS.md instructions for /w"
     long, short = "old " + "a" * 40_000 + " end", "b" * 41_000
-    compacted = [{"type": "compacted", "payload": {"message": text}} for text in ("first summary", "second summary")]
+    compacted = [
+        {"type": "compacted", "payload": {"message": text}} for text in ("first summary", "second summary")
+    ]
     records = [META, said("user", rules), said("user", folder), said("user", "lost"), said("user", long), said("user", "<turn_aborted>"),
                call("a"), result("a"), said("user", short), compacted[0], said("user", "more"), compacted[1], said("user", "and now?"), said("assistant", "end")]  # fmt: skip
     states, report = read(tmp_path, records)
     found = [m["content"] for m in states[-1].messages]
-    assert [text[:8] for text in found] == ["Sys.", "# AGENTS", "<environ"] + ["old aaaa", "b" * 8, "more", "second s", "and now?"]
+    assert [text[:8] for text in found] == ["Sys.", "# AGENTS", "<environ"] + [
+        "old aaaa",
+        "b" * 8,
+        "more",
+        "second s",
+        "and now?",
+    ]
     assert found[3].endswith("a end") and "tokens truncated…" in found[3] and report.repairs == 2
     assert 79_900 < sum(len(text) for text in found[3:6]) < 80_100
 
@@ -121,7 +163,11 @@ def test_without_a_history_a_compaction_keeps_instructions_and_what_the_user_sai
         ('{"output": "x", "metadata": {"exit_code": 127}}', 127, False),
         ('{"output": "x", "metadata": {"exit_code": "1"}}', None, False),
         ("Exit code: 3\nWall time: 1 seconds\nOutput:\nx", 3, False),
-        ("Chunk ID: 1\nWall time: 0.1 seconds\nProcess exited with code 1\nOriginal token count: 2\nOutput:\nx", 1, False),
+        (
+            "Chunk ID: 1\nWall time: 0.1 seconds\nProcess exited with code 1\nOriginal token count: 2\nOutput:\nx",
+            1,
+            False,
+        ),
         ("x\nOutput:\nExit code: 3", None, False),
         ("Exit code: 3", None, False),
         ({"content": "denied", "success": False}, None, True),
@@ -171,7 +217,9 @@ def test_no_file_raises_and_no_state_lacks_a_context(tmp_path_factory, seed):
             item(type="reasoning", summary=[]), item(type="local_shell_call", call_id=None, action=None)]  # fmt: skip
     lines = [json.dumps(draw.choice(pool)) for _ in range(draw.randint(1, 14))]
     hurt = draw.randrange(len(lines))
-    lines[hurt] = lines[hurt].replace(draw.choice(list('"{}[]:ae1')), draw.choice(["", "null", "7", "\x00"]), 1)
+    lines[hurt] = lines[hurt].replace(
+        draw.choice(list('"{}[]:ae1')), draw.choice(["", "null", "7", "\x00"]), 1
+    )
     path.write_text("\n".join(lines))
     reader = CodexIngester(exit_codes=True)
     for state in reader.ingest(path):
@@ -205,9 +253,15 @@ def pair_of_twins():
 def test_twins_give_the_same_states(tmp_path):
     ours, theirs = pair_of_twins()
     assert (record_format(ours), record_format(theirs)) == ("anthropic", "chat")
-    found = [read(tmp_path, [record], kind)[0] for record, kind in ((ours, AnthropicIngester), (theirs, ChatIngester))]
+    found = [
+        read(tmp_path, [record], kind)[0]
+        for record, kind in ((ours, AnthropicIngester), (theirs, ChatIngester))
+    ]
     assert found[0] == found[1] and len(found[0]) == 2 and found[0][0].is_error_site
-    logged = {"request": {k: v for k, v in ours.items()}, "response": {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Bye."}]}}
+    logged = {
+        "request": {k: v for k, v in ours.items()},
+        "response": {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Bye."}]},
+    }
     wrapped = {"body": logged["request"], "response": {"status_code": 200, "body": logged["response"]}}
     for record in (logged, wrapped):
         states, _ = read(tmp_path, [record], AnthropicIngester)
@@ -218,7 +272,9 @@ def test_a_folder_of_both_is_told_apart(tmp_path):
     ours, theirs = pair_of_twins()
     (tmp_path / "a.jsonl").write_text(json.dumps(ours) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps(theirs) + "\n")
-    (tmp_path / "c.jsonl").write_text(json.dumps(META) + "\n" + json.dumps(said("user", "u")) + "\n" + json.dumps(said("assistant", "a")))
+    (tmp_path / "c.jsonl").write_text(
+        json.dumps(META) + "\n" + json.dumps(said("user", "u")) + "\n" + json.dumps(said("assistant", "a"))
+    )
     report = IngestReport()
     states = list(ingest(tmp_path, report=report))
     assert len(states) == 5 and report.files == 3 and not report.bad_lines and not report.unknown
@@ -227,8 +283,14 @@ def test_a_folder_of_both_is_told_apart(tmp_path):
 def test_what_has_no_place_is_counted(tmp_path):
     ours, _ = pair_of_twins()
     ours["tools"].append({"type": "web_search_20250305", "name": "web_search"})
-    ours["messages"][1]["content"].append({"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}})
-    states, report = read(tmp_path, [ours, {"request": ours, "response": {"type": "error", "error": {"type": "overloaded_error"}}}], AnthropicIngester)
+    ours["messages"][1]["content"].append(
+        {"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}}
+    )
+    states, report = read(
+        tmp_path,
+        [ours, {"request": ours, "response": {"type": "error", "error": {"type": "overloaded_error"}}}],
+        AnthropicIngester,
+    )
     assert len(states) == 2 and report.skipped["tool without input_schema"] == 2
     assert report.skipped["block server_tool_use"] == 2 and report.skipped["request without a reply"] == 1
     bad = [{"system": "s", "messages": [{"role": "user", "content": 7}]}, {"system": "s", "messages": [3]}]
@@ -237,12 +299,29 @@ def test_what_has_no_place_is_counted(tmp_path):
 
 
 def test_a_history_that_replaces_gives_no_states_twice_and_no_open_calls(tmp_path):
-    items = [r["payload"] for r in (said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), call("z"))]
+    items = [
+        r["payload"]
+        for r in (
+            said("user", "a"),
+            said("assistant", "b"),
+            said("user", "c"),
+            said("assistant", "d"),
+            call("z"),
+        )
+    ]
     records = [META, said("user", "a"), said("assistant", "b"), {"type": "compacted", "payload": {"replacement_history": items}},
                said("user", "e"), said("assistant", "end")]  # fmt: skip
     states, report = read(tmp_path, records)
     assert [s.student_action.text for s in states] == ["b", "end"] and report.repairs == 1
-    assert [m["role"] for m in states[1].messages] == ["system", "user", "assistant", "user", "assistant", "tool", "user"]
+    assert [m["role"] for m in states[1].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "user",
+    ]
 
 
 def test_turns_that_were_taken_back_are_not_in_the_context(tmp_path):
@@ -250,17 +329,28 @@ def test_turns_that_were_taken_back_are_not_in_the_context(tmp_path):
     records = [META, said("user", "<environment_context>x"), said("user", "one"), said("assistant", "bad"), back,
                said("user", "two"), said("assistant", "good")]  # fmt: skip
     states, report = read(tmp_path, records)
-    assert [m["content"] for m in states[-1].messages] == ["Sys.", "<environment_context>x", "two"] and report.repairs == 1
+    assert [m["content"] for m in states[-1].messages] == [
+        "Sys.",
+        "<environment_context>x",
+        "two",
+    ] and report.repairs == 1
 
 
 def test_an_openai_record_is_not_taken_for_anthropics():
-    said_ = {"role": "assistant", "content": "a", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "ls", "arguments": "{}"}}]}
+    said_ = {
+        "role": "assistant",
+        "content": "a",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "ls", "arguments": "{}"}}],
+    }
     asks = {"role": "user", "content": "q"}
     for system in (None, "", "linux", []):
         assert record_format({"system": system, "messages": [asks, said_, asks]}) == "chat"
     assert record_format({"system": "x", "messages": [{"role": "system", "content": "s"}, asks]}) == "chat"
     assert record_format({"system": "x", "messages": [asks]}) == "anthropic"
-    assert record_format({"type": "message", "role": "assistant", "content": [{"type": "text", "text": "t"}]}) != "codex"
+    assert (
+        record_format({"type": "message", "role": "assistant", "content": [{"type": "text", "text": "t"}]})
+        != "codex"
+    )
 
 
 def test_a_file_of_both_is_told_apart_record_by_record(tmp_path):
@@ -277,8 +367,16 @@ def test_the_answers_model_is_named_and_open_calls_and_thoughts_leave_a_whole_co
     ours, _ = pair_of_twins()
     del ours["model"]
     ours["messages"][2] = {"role": "user", "content": "never mind"}
-    ours["messages"][3] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}]}
-    answer = {"type": "message", "model": "claude-x", "role": "assistant", "content": [{"type": "text", "text": "Bye."}]}
+    ours["messages"][3] = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
+    }
+    answer = {
+        "type": "message",
+        "model": "claude-x",
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Bye."}],
+    }
     states, report = read(tmp_path, [{"request": ours, "response": answer}], AnthropicIngester)
     assert states[0].model == "claude-x" and report.skipped["call without a result, stands as aborted"] == 1
     assert [m["role"] for m in states[0].messages] == ["system", "user", "assistant", "tool", "user"]
@@ -287,7 +385,12 @@ def test_the_answers_model_is_named_and_open_calls_and_thoughts_leave_a_whole_co
 def test_half_a_character_in_arguments_ends_nothing(tmp_path):
     from composer_nb.traces import load_states, save_states
 
-    records = [META, said("user", "go"), call("a", arguments='{"cmd": "\\ud83d", "b": "\\ud83d\\ude00"}'), result("a")]
+    records = [
+        META,
+        said("user", "go"),
+        call("a", arguments='{"cmd": "\\ud83d", "b": "\\ud83d\\ude00"}'),
+        result("a"),
+    ]
     states, _ = read(tmp_path, records)
     assert states[0].student_action.tool_calls[0].arguments == {"cmd": "\ufffd", "b": "\U0001f600"}
     save_states(states, tmp_path / "states.jsonl")

@@ -53,12 +53,19 @@ class Scripted:
         self.closed += 1
 
 
-@pytest.mark.parametrize("family", [FILES, Arithmetic(), MultiTurn("base"), MultiTurn("miss_func")], ids=lambda f: f"{f.name}-{getattr(f, 'category', '')}")
+@pytest.mark.parametrize(
+    "family",
+    [FILES, Arithmetic(), MultiTurn("base"), MultiTurn("miss_func")],
+    ids=lambda f: f"{f.name}-{getattr(f, 'category', '')}",
+)
 def test_solutions_solve_and_come_back_as_states(tmp_path, family):
     tasks = family.tasks("heldout", 6)
     teacher = Scripted(family, tasks)
     played = collect(teacher, family, tasks, tmp_path / "a" / "played.jsonl", progress=False)
-    assert all(one.solved and one.reward == pytest.approx(1) and not one.skipped for one in played) and teacher.closed == 1
+    assert (
+        all(one.solved and one.reward == pytest.approx(1) and not one.skipped for one in played)
+        and teacher.closed == 1
+    )
     assert [one.key for one in played] == [name_of(family, task, teacher.model) for task in tasks]
     states = list(ChatIngester().ingest(tmp_path / "a" / "played.jsonl"))
     context = lambda state: json.dumps(list(teacher_messages(state.messages)))
@@ -94,7 +101,13 @@ def test_a_teacher_that_stops_leaves_what_was_finished(tmp_path):
 
 def test_what_ended_early_says_why_and_counts_as_not_done(tmp_path):
     tasks = FILES.tasks("heldout", 4)
-    refused = collect(Scripted(FILES, tasks, refuse=lambda context: "too long"), FILES, tasks, tmp_path / "a", progress=False)
+    refused = collect(
+        Scripted(FILES, tasks, refuse=lambda context: "too long"),
+        FILES,
+        tasks,
+        tmp_path / "a",
+        progress=False,
+    )
     assert all(one.skipped == "too long" and not one.solved and not one.faults for one in refused)
     limited = collect(Scripted(FILES, tasks), FILES, tasks, tmp_path / "b", limit=1, progress=False)
     assert all(one.skipped == "not done after 1 answers" and len(one.faults) == 1 for one in limited)
@@ -136,7 +149,9 @@ class Priced(Scripted):
 def test_a_teacher_that_costs_money_is_not_asked_without_a_ceiling(tmp_path):
     tasks = FILES.tasks("heldout", 2)
     teacher = Priced(FILES, tasks)
-    with pytest.raises(ValueError, match="'vendor/scripted' costs money: say how much may be spent, ceiling_usd="):
+    with pytest.raises(
+        ValueError, match="'vendor/scripted' costs money: say how much may be spent, ceiling_usd="
+    ):
         collect(teacher, FILES, tasks, tmp_path / "p.jsonl", progress=False)
     assert not teacher.asked and teacher.closed == 1
 

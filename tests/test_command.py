@@ -24,7 +24,9 @@ def config(folder: Path, **fields: object) -> Path:
 
 
 def test_words_win_over_the_file(tmp_path):
-    options, args = read_run(["--max_steps", "3", "--heldout", "5"], config(tmp_path, max_steps=9, alpha_sdpo=0.7))
+    options, args = read_run(
+        ["--max_steps", "3", "--heldout", "5"], config(tmp_path, max_steps=9, alpha_sdpo=0.7)
+    )
     assert (args.max_steps, args.alpha_sdpo, options.heldout) == (3, 0.7, 5)
 
 
@@ -36,7 +38,10 @@ def test_words_win_over_the_file(tmp_path):
         (dict(kl_estimator="k1"), "beta=0"),
         (dict(heldout=-1), "heldout=-1"),
         (dict(heldout=0, longest_answer=32), "longest_answer=32 has no effect with heldout=0"),
-        (dict(loss_type="grpo", max_completion_length=40, generation_kwargs={"max_new_tokens": 20}), "max_completion_length=40"),
+        (
+            dict(loss_type="grpo", max_completion_length=40, generation_kwargs={"max_new_tokens": 20}),
+            "max_completion_length=40",
+        ),
         (dict(loss_type="grpo", vespo_k_pos=1.0), "vespo_k_pos=1.0 has no effect without loss_type='vespo'"),
         (dict(beta_replay=0.2), "beta_replay=0.2 has no effect without pairs"),
         (dict(dpo_variant="simpo"), "dpo_variant='simpo' has no effect without pairs"),
@@ -62,7 +67,10 @@ def test_pairs_of_an_export_reach_channel_three(tmp_path, kind):
     path = tmp_path / f"pairs.{kind}"
     made.to_parquet(path) if kind == "parquet" else made.to_json(path)
     options, _ = read_run([], config(tmp_path, pairs=str(path), beta_replay=0.2))
-    found = [(p.state_id, p.state_messages[0]["content"], p.chosen, p.rejected) for p in as_pairs(pairs_at(options.pairs))]
+    found = [
+        (p.state_id, p.state_messages[0]["content"], p.chosen, p.rejected)
+        for p in as_pairs(pairs_at(options.pairs))
+    ]
     assert found == [("a", "Say red.", "red", "blue"), ("b", "Say red.", "red", "no")]
     with pytest.raises(ValueError, match="no effect with beta_replay=0"):
         read_run([], config(tmp_path, pairs=str(path), beta_replay=0.0))

@@ -71,6 +71,8 @@ print(len(golden_numbers()) > 0, len(committed_runs("009_kernel_cost")) > 0)
 def test_no_chapter_reads_committed_figures_by_a_path_of_its_own() -> None:
     by_path = re.compile(r"Path\(f?[\"']\.\./")
     found = [
-        path.name for path in sorted((ROOT / "nbs").glob("*/*.ipynb")) if by_path.search("\n".join(lessons(path)))
+        path.name
+        for path in sorted((ROOT / "nbs").glob("*/*.ipynb"))
+        if by_path.search("\n".join(lessons(path)))
     ]
     assert found == []

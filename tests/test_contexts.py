@@ -45,7 +45,11 @@ def anthropic_faults(messages):
     """The request that the messages become, neighbours of one role as one message, held to the rules."""
     turns = []
     for message in messages:
-        if message["role"] in ("system", "developer") or message.get("function_call") or message["role"] == "function":
+        if (
+            message["role"] in ("system", "developer")
+            or message.get("function_call")
+            or message["role"] == "function"
+        ):
             continue  # the system stands beside the messages; there is no older form of calls
         role = "assistant" if message["role"] == "assistant" else "user"
         if not turns or turns[-1][0] != role:
@@ -53,15 +57,29 @@ def anthropic_faults(messages):
         turns[-1][1].extend(blocks_of(message))
     faults, ids = [], []
     for at, (role, blocks) in enumerate(turns):
-        before = [b["id"] for b in turns[at - 1][1] if b["type"] == "tool_use"] if at and role == "user" else []
+        before = (
+            [b["id"] for b in turns[at - 1][1] if b["type"] == "tool_use"] if at and role == "user" else []
+        )
         results = [b["tool_use_id"] for b in blocks if b["type"] == "tool_result"]
         faults += [f"{at}: results {results}, calls {before}"] if sorted(results) != sorted(before) else []
-        faults += [f"{at}: a result behind a text"] if any(b["type"] != "tool_result" for b in blocks[: len(results)]) else []
+        faults += (
+            [f"{at}: a result behind a text"]
+            if any(b["type"] != "tool_result" for b in blocks[: len(results)])
+            else []
+        )
         ids += [b["id"] for b in blocks if b["type"] == "tool_use"]
-        faults += [f"{at}: a blank text"] if any(b["type"] == "text" and not b["text"].strip() for b in blocks) else []
+        faults += (
+            [f"{at}: a blank text"]
+            if any(b["type"] == "text" and not b["text"].strip() for b in blocks)
+            else []
+        )
     if turns and turns[-1][0] == "assistant" and any(b["type"] == "tool_use" for b in turns[-1][1]):
         faults.append("the last calls have no results")
-    return faults + (["an id twice, or none"] if len(set(ids)) < len(ids) or "" in ids else []) + ([] if turns else ["no message"])
+    return (
+        faults
+        + (["an id twice, or none"] if len(set(ids)) < len(ids) or "" in ids else [])
+        + ([] if turns else ["no message"])
+    )
 
 
 # Conversations that are whole, and what happens to them.
@@ -83,9 +101,20 @@ def whole_talks(draw, name=lambda turn, n: f"c{turn}_{n}"):
         if kind == "call":
             ids = [name(turn, n) for n in range(draw(st.integers(1, 3)))]
             talk.append(calling(ids, draw(st.sampled_from(["", "Look."]))))
-            talk += [{"role": "tool", "tool_call_id": id, "content": draw(st.sampled_from(["", "x", "y"]))} for id in draw(st.permutations(ids))]
+            talk += [
+                {"role": "tool", "tool_call_id": id, "content": draw(st.sampled_from(["", "x", "y"]))}
+                for id in draw(st.permutations(ids))
+            ]
         elif kind == "parts":
-            talk.append({"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,"}}]})
+            talk.append(
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "see"},
+                        {"type": "image_url", "image_url": {"url": "data:,"}},
+                    ],
+                }
+            )
         else:
             talk.append({"role": {"ask": "user", "say": "assistant"}[kind], "content": draw(WORD)})
     return talk
@@ -94,7 +123,16 @@ def whole_talks(draw, name=lambda turn, n: f"c{turn}_{n}"):
 @st.composite
 def damaged_talks(draw):
     """Lost, doubled, moved and strange messages; ids that are missing or the same everywhere."""
-    naming = draw(st.sampled_from([lambda turn, n: f"c{turn}_{n}", lambda turn, n: f"call_{n}", lambda turn, n: "", lambda turn, n: "a"]))
+    naming = draw(
+        st.sampled_from(
+            [
+                lambda turn, n: f"c{turn}_{n}",
+                lambda turn, n: f"call_{n}",
+                lambda turn, n: "",
+                lambda turn, n: "a",
+            ]
+        )
+    )
     talk = copy.deepcopy(draw(whole_talks(naming)))
     strange = [{"role": "tool", "tool_call_id": "c0_0", "content": "again"}, {"role": "tool", "content": "whose?"}, {"role": "user", "content": ""},
                {"role": "assistant", "content": None}, calling(["c0_0"]), calling(["call_0_0", "call_0"]), {"role": "tool", "tool_call_id": None, "content": "n"},
@@ -126,21 +164,41 @@ def test_what_is_whole_comes_back_itself(talk):
 
 @settings(max_examples=600, deadline=None)
 @given(damaged_talks())
-@example([{"role": "user", "content": "go"}, calling(["a", "a"]), {"role": "tool", "tool_call_id": "a", "content": "1"}, {"role": "tool", "tool_call_id": "a", "content": "2"}])
+@example(
+    [
+        {"role": "user", "content": "go"},
+        calling(["a", "a"]),
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+    ]
+)
 @example([{"role": "user", "content": "go"}, calling(["c"]), calling(["c"]), calling(["c_0"])])
 def test_whatever_is_damaged_becomes_what_both_vendors_take(talk):
     before = copy.deepcopy(talk)
     try:
         mended, done = mend_context(talk)
     except ContextError:
-        assert not any((m.get("content") or m.get("tool_calls")) and m["role"] in ("user", "assistant") and m["content"] not in ([], [{"type": "text", "text": " "}]) for m in talk)
+        assert not any(
+            (m.get("content") or m.get("tool_calls"))
+            and m["role"] in ("user", "assistant")
+            and m["content"] not in ([], [{"type": "text", "text": " "}])
+            for m in talk
+        )
         return
     assert talk == before
     assert openai_faults(mended) == anthropic_faults(mended) == []
     assert mend_context(mended)[0] is mended, "mended once, mended for good"
     assert (mended is talk) == (not openai_faults(talk) and not anthropic_faults(talk)) == (not done)
-    kept = [json.dumps(m) for m in talk if m["role"] in ("system", "user") and m["content"] and m["content"] != [{"type": "text", "text": " "}]]
-    assert [json.dumps(m) for m in mended if m["role"] in ("system", "user")] == kept, "what people said stays, in order"
+    kept = [
+        json.dumps(m)
+        for m in talk
+        if m["role"] in ("system", "user")
+        and m["content"]
+        and m["content"] != [{"type": "text", "text": " "}]
+    ]
+    assert [json.dumps(m) for m in mended if m["role"] in ("system", "user")] == kept, (
+        "what people said stays, in order"
+    )
     calls = [len(m["tool_calls"]) for m in talk if m.get("tool_calls")]
     assert [len(m["tool_calls"]) for m in mended if m.get("tool_calls")] == calls, "no call is dropped"
     told = [m["content"] for m in talk if m["role"] == "tool"]

@@ -14,7 +14,14 @@ def talk():
     return Conversation(Source(Path("a.jsonl"), "a.jsonl", IngestReport()))
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["said", "text", "call", "result", "finish"]), st.sampled_from("abc"), st.sampled_from(["", "r1", "r2"])), max_size=25)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["said", "text", "call", "result", "finish"]),
+        st.sampled_from("abc"),
+        st.sampled_from(["", "r1", "r2"]),
+    ),
+    max_size=25,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -35,7 +42,9 @@ def test_after_any_steps_every_context_is_whole_and_every_text_is_somewhere_once
         wrote += [f"{kind} {line}"] if kind in ("said", "text") else []
     run.finish()
     states, told = run.taken(), "\n".join(m["content"] for m in run.context).split("\n")
-    assert all(is_whole(s.messages) and s.student_action and s.messages for s in states) and is_whole(run.context)
+    assert all(is_whole(s.messages) and s.student_action and s.messages for s in states) and is_whole(
+        run.context
+    )
     assert sorted(t for t in told if t.startswith(("said", "text"))) == sorted(wrote)
 
 

@@ -77,7 +77,10 @@ def test_rows_survive_parquet_as_they_were(tmp_path):
 
 def test_texts_stay_texts_and_offer_no_tools():
     made = preference_dataset(PAIRS, as_text=True)
-    assert made[0]["chosen"] == [{"role": "assistant", "content": PAIRS[0].chosen}] and "tools" not in made.column_names
+    assert (
+        made[0]["chosen"] == [{"role": "assistant", "content": PAIRS[0].chosen}]
+        and "tools" not in made.column_names
+    )
     with pytest.raises(ValueError, match="'a:1'.*leave one of the two out"):
         preference_dataset(PAIRS, TOOLS, as_text=True)
     with pytest.raises(ValueError, match="there are no pairs"):
@@ -101,7 +104,9 @@ def test_trl_reads_it_and_trains(tmp_path):
         str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, report_to="none",
         use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", disable_tqdm=True, max_length=None,
     )  # fmt: skip
-    trainer = DPOTrainer(tiny.saved_model(tmp_path / "model"), args=args, train_dataset=data, processing_class=tokenizer)
+    trainer = DPOTrainer(
+        tiny.saved_model(tmp_path / "model"), args=args, train_dataset=data, processing_class=tokenizer
+    )
     seen = trainer.train_dataset[0]
     prompt = tokenizer.apply_chat_template(
         data[0]["prompt"], tools=TOOLS["a:1"], add_generation_prompt=True, return_dict=False
@@ -118,7 +123,9 @@ def test_half_a_character_stops_no_export_and_no_file_of_states(tmp_path):
     half = "cut \ud83d"
     call = Action(half, (ToolCall("run", {"command": half}, "c1"),))
     context = [{"role": "user", "content": half}]
-    pair = DPOPair("a:1", context, action_text(call), half, 2, {"agreed": [half], "chosen_message": action_message(call)})
+    pair = DPOPair(
+        "a:1", context, action_text(call), half, 2, {"agreed": [half], "chosen_message": action_message(call)}
+    )
     made = preference_dataset([pair])
     path = write_dataset(made, tmp_path)
     (row,) = load_dataset("parquet", data_files=str(path), split="train")

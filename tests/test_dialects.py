@@ -20,7 +20,14 @@ from composer_nb.traces import Action, ToolCall, TraceState
 
 NAMES = list(DIALECTS)
 PRICE = Price(1e-6, 2e-6)
-TOOL = {"type": "function", "function": {"name": "grep", "description": "search", "parameters": {"type": "object", "properties": {"pattern": {"type": "string"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "grep",
+        "description": "search",
+        "parameters": {"type": "object", "properties": {"pattern": {"type": "string"}}},
+    },
+}
 PLAIN = [{"role": "user", "content": "Where is f?"}]
 
 
@@ -37,7 +44,12 @@ def key(monkeypatch):
 
 def teacher(server, name, fault="", **more):
     model = f"m~{fault}" if fault else "m"
-    told = {"prices": Prices("d", "s", {model: PRICE}), "api_key_env": "DIALECT_KEY", "backoff_s": 0.01, "max_attempts": 3}
+    told = {
+        "prices": Prices("d", "s", {model: PRICE}),
+        "api_key_env": "DIALECT_KEY",
+        "backoff_s": 0.01,
+        "max_attempts": 3,
+    }
     return HTTPTeacher(model, server.url(name), name="t", dialect=name, **(told | more))
 
 
@@ -56,7 +68,11 @@ def ask(server, name, fault="", messages=PLAIN, **more):
 # Out and back
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-arguments = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5), texts | st.integers(-99, 99) | st.none() | st.lists(texts, max_size=2), max_size=3)
+arguments = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5),
+    texts | st.integers(-99, 99) | st.none() | st.lists(texts, max_size=2),
+    max_size=3,
+)
 names = st.sampled_from(["grep", "ls", "read_file"])
 calls = st.lists(st.tuples(names, arguments), max_size=3)
 done = st.tuples(texts, calls)
@@ -73,10 +89,15 @@ def contexts(draw):
         made = [{"id": f"c.{number + i}" if draw(st.booleans()) else f"functions.{name}:{number + i}", "type": "function",
                  "function": {"name": name, "arguments": json.dumps(given)}} for i, (name, given) in enumerate(called)]  # fmt: skip
         number += len(called)
-        messages.append({"role": "assistant", "content": text if text or not made else None} | ({"tool_calls": made} if made else {}))
+        messages.append(
+            {"role": "assistant", "content": text if text or not made else None}
+            | ({"tool_calls": made} if made else {})
+        )
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": draw(texts)} for call in made]
         if not made or draw(st.booleans()):
-            messages.append({"role": "user", "content": [{"type": "text", "text": draw(texts.filter(str.strip))}]})
+            messages.append(
+                {"role": "user", "content": [{"type": "text", "text": draw(texts.filter(str.strip))}]}
+            )
     return messages
 
 
@@ -111,7 +132,10 @@ def understood(heard):
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(messages=contexts(), did=done, thought=st.sampled_from(["", "first look"]))
 def test_a_question_and_an_action_survive_the_way_there_and_back(server, name, messages, did, thought):
-    text, called = did[0].strip(), tuple(ToolCall(call, given, f"id{i}") for i, (call, given) in enumerate(did[1]))
+    text, called = (
+        did[0].strip(),
+        tuple(ToolCall(call, given, f"id{i}") for i, (call, given) in enumerate(did[1])),
+    )
     server.action = Action(text.replace("<", ""), called, thought)
     refused = len(server.refused)
     reply = ask(server, name, messages=messages, temperature=None)
@@ -126,12 +150,25 @@ def test_a_question_and_an_action_survive_the_way_there_and_back(server, name, m
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_log_with_odd_ids_and_none_is_understood(server, name):
-    made = [{"id": "functions.grep:0", "function": {"name": "grep", "arguments": "{}"}}, {"function": {"name": "ls", "arguments": "not json"}}]
+    made = [
+        {"id": "functions.grep:0", "function": {"name": "grep", "arguments": "{}"}},
+        {"function": {"name": "ls", "arguments": "not json"}},
+    ]
     if DIALECTS[name].answer is chat_answer:  # there messages go as they are
         made = [call | {"id": f"c{i}", "type": "function"} for i, call in enumerate(made)]
-    results = [{"role": "tool", "tool_call_id": made[0]["id"], "content": "é"}, {"role": "tool", "tool_call_id": made[1].get("id"), "content": "b"}]
+    results = [
+        {"role": "tool", "tool_call_id": made[0]["id"], "content": "é"},
+        {"role": "tool", "tool_call_id": made[1].get("id"), "content": "b"},
+    ]
     server.action = Action("a.py")
-    assert ask(server, name, messages=[*PLAIN, {"role": "assistant", "content": "", "tool_calls": made}, *results]).outcome == "ok"
+    assert (
+        ask(
+            server,
+            name,
+            messages=[*PLAIN, {"role": "assistant", "content": "", "tool_calls": made}, *results],
+        ).outcome
+        == "ok"
+    )
     assert [event[:2] for event in server.seen[-1][1][-2:]] == [("result", "grep"), ("result", "ls")]
 
 
@@ -140,12 +177,17 @@ def test_a_log_with_odd_ids_and_none_is_understood(server, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_server_refuses_unknown_and_missing_fields(name):
-    request = HTTPTeacher("m", "http://127.0.0.1:9", dialect=name, max_attempts=1).request(TraceState("s", PLAIN, Action("x"), tools=(TOOL,)))
+    request = HTTPTeacher("m", "http://127.0.0.1:9", dialect=name, max_attempts=1).request(
+        TraceState("s", PLAIN, Action("x"), tools=(TOOL,))
+    )
     body = json.loads(json.dumps(DIALECTS[name].body(request)))
     if name == "anthropic":
         body["tools"] and check(body, SHAPES[name])
     check(body, SHAPES[name])
-    for wrong in (body | {"colour": 1}, {k: v for k, v in body.items() if k not in ("messages", "input", "contents")}):
+    for wrong in (
+        body | {"colour": 1},
+        {k: v for k, v in body.items() if k not in ("messages", "input", "contents")},
+    ):
         with pytest.raises(Wrong):
             check(wrong, SHAPES[name])
 
@@ -165,13 +207,24 @@ def test_all_count_the_same_tokens(server):
     server.action = Action("a.py")
     replies = {name: ask(server, name) for name in NAMES}
     assert {(r.prompt_tokens, r.completion_tokens) for r in replies.values()} == {(PROMPT, OUT + THOUGHT)}
-    assert {round(1e6 * r.cost_usd) for n, r in replies.items() if n != "openrouter"} == {PROMPT + 2 * (OUT + THOUGHT)}
-    assert replies["openrouter"].cost_usd == 1e-4 and {r.cached_tokens for n, r in replies.items() if n != "ollama"} == {8}
+    assert {round(1e6 * r.cost_usd) for n, r in replies.items() if n != "openrouter"} == {
+        PROMPT + 2 * (OUT + THOUGHT)
+    }
+    assert replies["openrouter"].cost_usd == 1e-4 and {
+        r.cached_tokens for n, r in replies.items() if n != "ollama"
+    } == {8}
     assert replies["gemini"].reasoning_tokens == replies["responses"].reasoning_tokens == THOUGHT
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("fault, reasons", [("truncated", {"truncated"}), ("refusal", {"refusal", "content_filter"}), ("filtered", {"content_filter", "refusal"})])
+@pytest.mark.parametrize(
+    "fault, reasons",
+    [
+        ("truncated", {"truncated"}),
+        ("refusal", {"refusal", "content_filter"}),
+        ("filtered", {"content_filter", "refusal"}),
+    ],
+)
 def test_an_answer_that_is_none_is_skipped_and_paid(server, name, fault, reasons):
     server.action = Action("a.py")
     reply = ask(server, name, fault)
@@ -236,7 +289,9 @@ def test_an_error_in_a_200_is_free_and_asked_again_only_where_that_is_promised(s
     reply = ask(server, name, "error-200")
     promised = name == "openrouter"
     assert server.asked - before == (3 if promised else 1) and (reply.cost_usd == 0.0) == promised
-    assert reply.reason == ("http_502" if promised else "upstream_error") and (reply.cost_usd is None) == (not promised)
+    assert reply.reason == ("http_502" if promised else "upstream_error") and (reply.cost_usd is None) == (
+        not promised
+    )
 
 
 def test_a_free_error_is_followed_by_an_answer_that_is_paid_once(server):
@@ -262,7 +317,9 @@ def test_a_free_error_that_was_kept_before_a_kill_is_asked_again(server, tmp_pat
             await ledger.received(request, attempt, Attempt(200, b'{"error": {"code": 502, "message": "x"}}'))
         with Ledger(tmp_path / "l") as ledger:
             assert await read_again(asked, request, ledger) is None
-            assert ledger.committed_usd == 0 and not ledger.open_requests and ledger.known(request.key) is None
+            assert (
+                ledger.committed_usd == 0 and not ledger.open_requests and ledger.known(request.key) is None
+            )
 
     asyncio.run(run())
 
@@ -297,8 +354,12 @@ def test_an_odd_field_is_not_mended():
 
 def test_a_dialect_is_chosen_by_name_and_its_key_goes_where_it_belongs(server):
     server.action = Action("a.py")
-    assert ask(server, "azure").model == "gpt-4o-2024-11-20"  # the deployment's name says nothing of the model
-    assert dialect_of("", "openrouter.ai").name == "openrouter" and dialect_of("", "example.org").name == "chat"
+    assert (
+        ask(server, "azure").model == "gpt-4o-2024-11-20"
+    )  # the deployment's name says nothing of the model
+    assert (
+        dialect_of("", "openrouter.ai").name == "openrouter" and dialect_of("", "example.org").name == "chat"
+    )
     with pytest.raises(ValueError, match="known: chat, openai"):
         HTTPTeacher("m", "https://example.org/v1", dialect="antropic")
     with pytest.raises(ValueError, match="its own dialect"):
@@ -318,7 +379,9 @@ def test_settings_that_would_be_lost_or_break_the_bound_are_refused(name, wrong,
 
 def test_the_key_of_a_question_tells_address_and_dialect():
     state = TraceState("s", PLAIN, Action("x"))
-    keys = {name: HTTPTeacher("m", "https://example.org/v1", dialect=name).request(state).key for name in NAMES}
+    keys = {
+        name: HTTPTeacher("m", "https://example.org/v1", dialect=name).request(state).key for name in NAMES
+    }
     assert keys["chat"] == HTTPTeacher("m", "https://example.org/v1").request(state).key == keys["openrouter"]
     assert len(set(keys.values())) == len(NAMES) - 1
 
@@ -346,12 +409,18 @@ def test_an_answer_that_was_filed_without_an_endpoint_is_not_paid_again(server, 
 
 
 def test_it_counts_for_nobody_once_another_endpoint_was_asked_the_same(server, tmp_path):
-    first, second, state = teacher(server, "chat"), teacher(server, "vllm"), TraceState("s/0", PLAIN, Action("x"))
+    first, second, state = (
+        teacher(server, "chat"),
+        teacher(server, "vllm"),
+        TraceState("s/0", PLAIN, Action("x")),
+    )
     old_ledger(tmp_path / "l", first.request(state))
     with Ledger(tmp_path / "l") as ledger:
         assert ledger.find(second.request(state)).action == Action("kept")  # the only candidate
         ledger.request_sync(first.request(state), 0.0)
-        assert ledger.find(second.request(state)) is None and ledger.find(first.request(state)).action == Action("kept")
+        assert ledger.find(second.request(state)) is None and ledger.find(
+            first.request(state)
+        ).action == Action("kept")
     with Ledger(tmp_path / "l", offline=True) as ledger:  # and so it stays
         assert ledger.find(second.request(state)) is None
 
@@ -359,10 +428,19 @@ def test_it_counts_for_nobody_once_another_endpoint_was_asked_the_same(server, t
 def test_a_plan_names_the_dialect_and_takes_that_vendors_prices(server, tmp_path):
     from composer_nb.replay.plan import read_plan, teachers_of
 
-    told = {"model": "claude-sonnet-4-5", "base_url": "https://api.anthropic.com/v1", "api_key_env": "K", "dialect": "anthropic"}
-    (tmp_path / "p.yaml").write_text(json.dumps({"states": "s", "ceiling_usd": 1, "prices": "genai", "teachers": [told]}))
+    told = {
+        "model": "claude-sonnet-4-5",
+        "base_url": "https://api.anthropic.com/v1",
+        "api_key_env": "K",
+        "dialect": "anthropic",
+    }
+    (tmp_path / "p.yaml").write_text(
+        json.dumps({"states": "s", "ceiling_usd": 1, "prices": "genai", "teachers": [told]})
+    )
     (made,) = teachers_of(read_plan(tmp_path / "p.yaml"))
     assert made.dialect.name == "anthropic" and made.price.completion > made.price.prompt > 0
-    (tmp_path / "p.yaml").write_text(json.dumps({"states": "s", "ceiling_usd": 1, "teachers": [told | {"dialect": "latin"}]}))
+    (tmp_path / "p.yaml").write_text(
+        json.dumps({"states": "s", "ceiling_usd": 1, "teachers": [told | {"dialect": "latin"}]})
+    )
     with pytest.raises(ValueError, match="teacher 1: dialect 'latin' is not known"):
         teachers_of(read_plan(tmp_path / "p.yaml"))

@@ -59,7 +59,9 @@ def worker(
 
     torch.manual_seed(0)
     model = tiny.model()
-    with torch.no_grad():  # one that reads its hint: at the default spread the divergence is near rounding level
+    with (
+        torch.no_grad()
+    ):  # one that reads its hint: at the default spread the divergence is near rounding level
         for p in model.parameters():
             if p.dim() > 1:
                 p.normal_(0, 0.2)
@@ -74,7 +76,9 @@ def worker(
     if settings.get("advantages") == "turn":
         rollouts = {"rollout_func": scripted_turns}
     options |= settings.pop("options", {})
-    settings = dict(model=model, alpha_sdpo=1.0, feedback_func=feedback_by_prompt, pairs_per_step=pairs) | settings
+    settings = (
+        dict(model=model, alpha_sdpo=1.0, feedback_func=feedback_by_prompt, pairs_per_step=pairs) | settings
+    )
     trainer = lit(folder, options=options, **rollouts, **settings)
     trainer.add_callback(KeptGradients(trainer, folder))
     trainer.train()
@@ -143,7 +147,9 @@ def test_two_processes_under_checkpointing_take_the_step_of_one_without(tmp_path
         assert (mine - together[name]).norm() < 1e-4 * size, name
 
 
-@pytest.mark.parametrize("settings", [{"teacher": "live"}, {"teacher": "ema"}, {"sdpo_fused": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"teacher": "live"}, {"teacher": "ema"}, {"sdpo_fused": False}], ids=str
+)
 def test_two_processes_that_hold_half_of_each_weight_take_the_step_of_one(tmp_path, settings):
     settings = {"grad_norm_steps": 0} | settings
     same_step(one(tmp_path / "one", **settings), two(tmp_path / "two", shard=True, **settings))
@@ -151,13 +157,24 @@ def test_two_processes_that_hold_half_of_each_weight_take_the_step_of_one(tmp_pa
 
 def test_sharded_processes_sample_rows_of_different_lengths(tmp_path):
     """Generation meets at every token, and both processes come to its end."""
-    gradients, log = two(tmp_path / "two", shard=True, samples=True, grad_norm_steps=0, options={"max_steps": 2})
+    gradients, log = two(
+        tmp_path / "two", shard=True, samples=True, grad_norm_steps=0, options={"max_steps": 2}
+    )
     assert all(g.isfinite().all() for g in gradients.values()) and log["replay/pairs"] == 2
 
 
 def test_a_group_over_two_processes_has_the_turn_advantages_of_one(tmp_path):
-    settings = dict(advantages="turn", alpha_sdpo=0.0, feedback_func=None, beta_replay=0.0, preference_dataset=None, grad_norm_steps=0)
-    settings |= dict(options=dict(num_generations=8))  # two micro-batches of two rows on each process: one group over both
+    settings = dict(
+        advantages="turn",
+        alpha_sdpo=0.0,
+        feedback_func=None,
+        beta_replay=0.0,
+        preference_dataset=None,
+        grad_norm_steps=0,
+    )
+    settings |= dict(
+        options=dict(num_generations=8)
+    )  # two micro-batches of two rows on each process: one group over both
     alone, together = one(tmp_path / "one", **settings)[0], two(tmp_path / "two", **settings)[0]
     size = torch.cat([g.flatten() for g in alone.values()]).norm()
     assert size > 0
@@ -167,8 +184,12 @@ def test_a_group_over_two_processes_has_the_turn_advantages_of_one(tmp_path):
 
 def test_verified_retakes_of_groups_over_two_processes_are_those_of_one(tmp_path):
     """What is sampled is all but greedy, so that the answers do not depend on who samples them."""
-    settings = dict(hint_mode="verified", teacher="live", retake_pass=0.25, retakes=2, samples=True, grad_norm_steps=0)
-    settings |= dict(beta_replay=0.0, preference_dataset=None, options=dict(num_generations=8, temperature=1e-3))
+    settings = dict(
+        hint_mode="verified", teacher="live", retake_pass=0.25, retakes=2, samples=True, grad_norm_steps=0
+    )
+    settings |= dict(
+        beta_replay=0.0, preference_dataset=None, options=dict(num_generations=8, temperature=1e-3)
+    )
     (alone, alone_log), (together, log) = one(tmp_path / "one", **settings), two(tmp_path / "two", **settings)
     for name in ("sdpo/retakes", "sdpo/retakes_passed", "sdpo/tokens"):
         assert log[name] == alone_log[name] > 0, name

@@ -140,11 +140,23 @@ def test_a_family_that_reads_lines_and_tools_that_hide_methods_are_refused():
 
 def faulty_thrice(name="pwd"):
     "Three requests, each answered by an answer of its own that is wrong; the second answer is wrong twice."
-    world, calls = Tools(), [("mkdir", {"wrong": 1}), ("mkdir", {"wrong": 2}), ("mkdir", {"wrong": 3}), ("mkdir", {"wrong": 4})]
+    world, calls = (
+        Tools(),
+        [("mkdir", {"wrong": 1}), ("mkdir", {"wrong": 2}), ("mkdir", {"wrong": 3}), ("mkdir", {"wrong": 4})],
+    )
     world.reset(task=next(i for i, t in enumerate(TASKS) if len(t.requests) == 4))
     for name, arguments in calls:
         getattr(world, name)(**arguments)
-    completion = [answer(calls[0]), TOOL, answer(*calls[1:3]), TOOL, TOOL, answer(calls[3]), TOOL, {"role": "assistant", "content": "Done."}]
+    completion = [
+        answer(calls[0]),
+        TOOL,
+        answer(*calls[1:3]),
+        TOOL,
+        TOOL,
+        answer(calls[3]),
+        TOOL,
+        {"role": "assistant", "content": "Done."},
+    ]
     return world, completion
 
 
@@ -158,7 +170,11 @@ def test_hints_go_above_the_answers_that_are_wanted(where):
     assert [one.site for one in said if one.compared] == compared
     read = [(one.site, one.hint) for one in said if one.hint]
     if where == "each":
-        assert read == [(0, "About 0."), (1, "About 1."), (2, "About 3.")]  # of two faults in one answer the first
+        assert read == [
+            (0, "About 0."),
+            (1, "About 1."),
+            (2, "About 3."),
+        ]  # of two faults in one answer the first
     elif where in ("first", "last"):
         assert [site for site, _ in read] == compared
     else:
@@ -181,7 +197,9 @@ def test_an_answer_is_credited_with_what_its_calls_earned():
     assert other._returns(completion) == pytest.approx([1 + 0.5 * (5 + 0.5 * 4), 5 + 0.5 * 4, 4, 0])
     other._lost = "gone"
     assert other._returns(completion) == []
-    assert {name for name in dir(earned) if not name.startswith("_")} == {name for name in dir(Tools) if not name.startswith("_")}
+    assert {name for name in dir(earned) if not name.startswith("_")} == {
+        name for name in dir(Tools) if not name.startswith("_")
+    }
 
 
 def test_discounts_that_cannot_be_meant_are_refused():

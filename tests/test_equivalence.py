@@ -60,7 +60,10 @@ def test_quoted_words_are_the_words(words):
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["-a", "-l", "-R", "--all", "-t"]), max_size=4), st.sampled_from(["src", "a b", "-"]))
+@given(
+    st.lists(st.sampled_from(["-a", "-l", "-R", "--all", "-t"]), max_size=4),
+    st.sampled_from(["src", "a b", "-"]),
+)
 def test_options_of_a_known_command_may_stand_anywhere(options, path):
     one = shlex.join(["ls", *options, path])
     other = shlex.join(["ls", path, *reversed(options)])
@@ -132,7 +135,10 @@ def test_options_end_where_two_hyphens_stand_and_a_value_is_not_an_option():
         ("env A=1 B='x y' cmd", 'A=1 B="x y" cmd'),
         ("cat > f <<'EOF'\nhi\nEOF", "cat <<END >f\nhi\nEND"),
         ("git commit -m \"$(cat <<'EOF'\nFix $x\n\nMore.\nEOF\n)\"", "git commit -m 'Fix $x\n\nMore.'"),
-        ("source v/bin/activate && pip install -r r.txt", ". v/bin/activate && python -m pip install --requirement r.txt"),
+        (
+            "source v/bin/activate && pip install -r r.txt",
+            ". v/bin/activate && python -m pip install --requirement r.txt",
+        ),
         ("git switch -c x", "git checkout -b x"),
         ('echo "${HOME}/a"', 'echo "$HOME/a"'),
         ("cat <HOME>/shop/a.py", "cat '<HOME>/shop/a.py'"),
@@ -159,14 +165,22 @@ def test_the_table_is_of_one_piece(name):
     """No option is both with and without a value, and each short form is an option."""
     known = KNOWN[name]
     assert not known.flags & known.values and not set(known.names) & (known.flags | known.values)
-    letters = {*known.names.values(), *({known.digits} - {""}), *(one for group in known.rivals for one in group)}
+    letters = {
+        *known.names.values(),
+        *({known.digits} - {""}),
+        *(one for group in known.rivals for one in group),
+    }
     assert letters <= known.flags | known.values
     assert arranged(name.split()) == name.split()
 
 
 def test_options_by_their_spelling():
     known = options("a", "n", "all=a lines=n stat author=")
-    assert known.flags == {"a", "stat"} and known.values == {"n", "author"} and known.names == {"all": "a", "lines": "n"}
+    assert (
+        known.flags == {"a", "stat"}
+        and known.values == {"n", "author"}
+        and known.names == {"all": "a", "lines": "n"}
+    )
 
 
 @pytest.mark.parametrize("name, right", [("blind", 90), ("unseen", 85)])
@@ -231,7 +245,9 @@ def test_changes_to_a_file_are_made_one_after_another():
     steps = [Change("f", "a", "b"), Change("f", "b c", "d")]
     assert edit_form(steps, {"f": Seen("a c")}) == edit_form([Change("f", None, "d\n")], {})
     assert edit_form(steps, {}) == {"f": [["a", "b"], ["b c", "d"]]}
-    assert edit_form([Change("f", "a", "b", every=True)], {"f": Seen("a a", whole=False)}) == {"f": [["a", "b", "every"]]}
+    assert edit_form([Change("f", "a", "b", every=True)], {"f": Seen("a a", whole=False)}) == {
+        "f": [["a", "b", "every"]]
+    }
     assert edit_form([Change("f", None, None)], {"f": Seen("a")}) == {"f": "gone"}
 
 
@@ -247,7 +263,9 @@ def hunk(*lines, at="@@"):
 
 
 def test_the_same_hunk_in_two_places_is_two_edits():
-    one, other, nowhere = (hunk("-    x = 1", "+    x = 2", at=at) for at in ("@@ def a():", "@@ def b():", "@@"))
+    one, other, nowhere = (
+        hunk("-    x = 1", "+    x = 2", at=at) for at in ("@@ def a():", "@@ def b():", "@@")
+    )
     for where in ({}, in_state(TWICE), in_state(TWICE, whole=False)):
         assert not same_action(one, other, **where) and not same_action(one, nowhere, **where)
     nested = [patch("*** Update File: f.py", *at, "-    x = 1", "+    x = 2") for at in
@@ -259,8 +277,12 @@ def test_an_anchor_that_only_says_what_the_file_says_does_not_matter():
     once = in_state("def a():\n    x = 1\n")
     here, there = hunk("-    x = 1", "+    x = 2", at="@@ def a():"), hunk("-    x = 1", "+    x = 2")
     assert same_action(here, there, **once) and same_action(here, edit("x = 1", "x = 2", path="f.py"), **once)
-    assert not same_action(hunk("-    x = 1", "+    x = 2", at="@@ def z():"), there, **once)  # such a patch fails
-    assert not same_action(hunk("-x = 1", "+x = 2"), edit("x = 1", "x = 2", path="f.py"), **once)  # no whole line
+    assert not same_action(
+        hunk("-    x = 1", "+    x = 2", at="@@ def z():"), there, **once
+    )  # such a patch fails
+    assert not same_action(
+        hunk("-x = 1", "+x = 2"), edit("x = 1", "x = 2", path="f.py"), **once
+    )  # no whole line
 
 
 def test_a_patch_of_a_file_seen_in_part_is_compared_by_its_lines():
@@ -271,7 +293,9 @@ def test_a_patch_of_a_file_seen_in_part_is_compared_by_its_lines():
 
 def test_a_patch_is_made_where_its_tool_is_told_to_run():
     delete = "*** Begin Patch\n*** Delete File: {}\n*** End Patch"
-    there = equivalence.codex("apply_patch", delete.format("a"), workdir="src", timeout_ms=5, justification="Old.")
+    there = equivalence.codex(
+        "apply_patch", delete.format("a"), workdir="src", timeout_ms=5, justification="Old."
+    )
     assert same_action(there, equivalence.codex("apply_patch", delete.format("src/a")), folder=FOLDER)
 
 
@@ -292,7 +316,18 @@ def test_a_patch_that_cannot_be_read_is_compared_as_it_is(lines):
 
 
 def test_a_patch_of_many_files():
-    text = patch("*** Add File: b", "+x", "*** Update File: a", "@@", "-1", "+2", "@@ f", "-3", "+4", "*** Delete File: c")
+    text = patch(
+        "*** Add File: b",
+        "+x",
+        "*** Update File: a",
+        "@@",
+        "-1",
+        "+2",
+        "@@ f",
+        "-3",
+        "+4",
+        "*** Delete File: c",
+    )
     assert [tuple(change) for change in changes_of(text.tool_calls[0])] == [
         ("b", None, "x\n", False, None), ("a", "1\n", "2\n", False, ()), ("a", "3\n", "4\n", False, ("f",)),
         ("c", None, None, False, None),
@@ -313,14 +348,24 @@ def test_an_edit_that_is_not_whole_is_no_change(tool, arguments):
 
 
 def reading(text, path="cart.py", **more):
-    asks = {"id": "r", "type": "function", "function": {"name": "Read", "arguments": {"file_path": path, **more}}}
+    asks = {
+        "id": "r",
+        "type": "function",
+        "function": {"name": "Read", "arguments": {"file_path": path, **more}},
+    }
     told = "\n".join(f"{n:6}→{line}" for n, line in enumerate(text.splitlines(), 1))
-    return [{"role": "assistant", "content": "", "tool_calls": [asks]}, {"role": "tool", "tool_call_id": "r", "content": told}]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [asks]},
+        {"role": "tool", "tool_call_id": "r", "content": told},
+    ]
 
 
 def doing(call, result="done"):
     asks = {"id": "w", "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-    return [{"role": "assistant", "content": "", "tool_calls": [asks]}, {"role": "tool", "tool_call_id": "w", "content": result}]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [asks]},
+        {"role": "tool", "tool_call_id": "w", "content": result},
+    ]
 
 
 def test_files_are_followed_through_a_conversation():
@@ -347,7 +392,9 @@ def test_an_edit_that_failed_has_changed_nothing(result):
     assert files_seen(messages) == {"cart.py": Seen(SEEN["cart.py"])}
 
 
-@pytest.mark.parametrize("result", ["", "Hm.", "Error: File has been modified since read, either by the user or by a linter."])
+@pytest.mark.parametrize(
+    "result", ["", "Hm.", "Error: File has been modified since read, either by the user or by a linter."]
+)
 def test_after_an_edit_of_unknown_result_the_file_is_not_known(result):
     assert files_seen(reading(SEEN["cart.py"]) + doing(WROTE, result)) == {}
 
@@ -414,7 +461,14 @@ def test_calls_without_ids_and_calls_without_results():
             [{**message["tool_calls"][0], "id": ""}] if "tool_calls" in message else "")
     assert files_seen(messages) == {}
     cut = doing(ToolCall("Bash", {"command": "sed -i s/0/1/ cart.py"}))[:1]
-    assert files_seen(reading(SEEN["cart.py"]) + cut + [{"role": "user", "content": "stop"}, {"role": "assistant", "content": "ok"}]) == {}
+    assert (
+        files_seen(
+            reading(SEEN["cart.py"])
+            + cut
+            + [{"role": "user", "content": "stop"}, {"role": "assistant", "content": "ok"}]
+        )
+        == {}
+    )
 
 
 def test_parallel_calls_that_write_keep_their_order():
@@ -441,19 +495,27 @@ def test_hunks_are_looked_for_in_the_text_as_it_was():
 
 
 def test_a_new_file_is_not_one_that_is_written_over():
-    for one in (edit("", "x", path="n"), equivalence.call("str_replace_editor", command="create", path="n", file_text="x")):
+    for one in (
+        edit("", "x", path="n"),
+        equivalence.call("str_replace_editor", command="create", path="n", file_text="x"),
+    ):
         assert not same_action(one, equivalence.call("Write", file_path="n", content="x"))
 
 
 def test_odd_conversations_end_nothing():
     shell = doing(ToolCall("shell", {"command": []}))
-    assert files_seen(shell) == {} and files_seen([{"role": "tool", "tool_call_id": ["x"], "content": "y"}]) == {}
+    assert (
+        files_seen(shell) == {}
+        and files_seen([{"role": "tool", "tool_call_id": ["x"], "content": "y"}]) == {}
+    )
     assert command_form("cd .\n" * 2500 + "ls") == ["run", "ls"]
     since = time.perf_counter()
     command_form("echo a" + " " * 16000 + "b")
     assert time.perf_counter() - since < 1
     huge = Action(tool_calls=(ToolCall("f", {"a": 10**5000}),))
-    assert canonical_action(huge, [{"name": "f", "parameters": {"properties": {"a": {"type": {"x": 1}}}}}, "a text"])
+    assert canonical_action(
+        huge, [{"name": "f", "parameters": {"properties": {"a": {"type": {"x": 1}}}}}, "a text"]
+    )
 
 
 def test_a_patch_of_many_files_costs_little():
@@ -467,7 +529,10 @@ def test_a_patch_of_many_files_costs_little():
 
 def test_odd_arguments_have_a_spelling():
     """What a schema or a model got wrong ends no replay, and stays apart from what it is not."""
-    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string", "required": True}}, "required": True}}
+    tool = {
+        "name": "f",
+        "parameters": {"properties": {"a": {"type": "string", "required": True}}, "required": True},
+    }
     acts = [ToolCall("f", {"a": "x"}), ToolCall("f", {1: "x", "a": 2}), ToolCall(None, {"a": "x"}),
             ToolCall("Bash", {"command": "ls", "run_in_background": b"1"}), ToolCall("Grep", {"-i": {1, 2}})]  # fmt: skip
     told = [canonical_action(Action(tool_calls=(call,)), [tool]) for call in acts]
@@ -492,7 +557,12 @@ def test_the_order_of_actions_does_not_matter_to_a_speller():
     """Files are read for arguments that came as a text as well as for those that came as an object."""
     asks = edit("s = 0", "s = 1").tool_calls[0]
     as_text = Action(tool_calls=(ToolCall("Edit", json.dumps(asks.arguments)),))
-    state = TraceState("s", [{"role": "user", "content": "Go."}, *reading(SEEN["cart.py"])], as_text, metadata={"folder": FOLDER})
+    state = TraceState(
+        "s",
+        [{"role": "user", "content": "Go."}, *reading(SEEN["cart.py"])],
+        as_text,
+        metadata={"folder": FOLDER},
+    )
     assert speller(state)(as_text) == speller(state)(edit("    s = 0\n", "    s = 1\n"))
 
 
@@ -505,7 +575,14 @@ def test_a_stream_forgets_its_folder_when_the_shell_has_moved(tmp_path):
                 {"type": "user", "session_id": "s", "uuid": f"u{n}", "parent_tool_use_id": None,
                  "message": {"role": "user", "content": [told]}}]  # fmt: skip
 
-    start = {"type": "system", "subtype": "init", "session_id": "s", "cwd": FOLDER, "tools": ["Bash"], "model": "claude-x"}
+    start = {
+        "type": "system",
+        "subtype": "init",
+        "session_id": "s",
+        "cwd": FOLDER,
+        "tools": ["Bash"],
+        "model": "claude-x",
+    }
     commands = ["ls", f"cd {FOLDER} && ls", "cat cd.txt", "cd src && ls", "ls"]
     lines = [start, *(line for n, command in enumerate(commands) for line in act(n, command))]
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -524,7 +601,10 @@ def test_a_row_for_a_tool_of_ones_own_and_a_role_that_is_none(monkeypatch):
 
 
 def test_null_is_left_out_only_where_a_schema_or_the_table_says_so():
-    tool = {"name": "f", "parameters": {"properties": {"a": {}, "b": {"default": 3}, "c": {}}, "required": ["c"]}}
+    tool = {
+        "name": "f",
+        "parameters": {"properties": {"a": {}, "b": {"default": 3}, "c": {}}, "required": ["c"]},
+    }
     f = lambda **arguments: Action(tool_calls=(ToolCall("f", arguments),))  # noqa: E731
     assert same_action(f(a=None, c=1), f(c=1), [tool]) and not same_action(f(a=None, c=1), f(c=1))
     assert not same_action(f(b=None, c=1), f(c=1), [tool]) and not same_action(f(c=None), f(), [tool])
@@ -532,7 +612,9 @@ def test_null_is_left_out_only_where_a_schema_or_the_table_says_so():
 
 
 def test_teachers_that_differ_in_spelling_agree_in_a_state():
-    state = TraceState("s", reading(SEEN["cart.py"], f"{FOLDER}/cart.py"), sh("ls"), metadata={"folder": FOLDER})
+    state = TraceState(
+        "s", reading(SEEN["cart.py"], f"{FOLDER}/cart.py"), sh("ls"), metadata={"folder": FOLDER}
+    )
     long = "    s = 0\n    for i in items:"
     replies = {"a": edit("s = 0", "s = 1"), "b": edit(long, long.replace("s = 0", "s = 1"), path="cart.py"),
                "c": edit("s = 0", "s = 2")}  # fmt: skip
@@ -547,7 +629,13 @@ def test_logs_tell_the_folder_and_redaction_keeps_paths_comparable(tmp_path):
     line = {"type": "assistant", "uuid": "u2", "parentUuid": "u1", "sessionId": "s", "cwd": folder, "version": "2", "message": {
         "id": "m", "role": "assistant", "model": "claude-x", "content": [
             {"type": "tool_use", "id": "t", "name": "Read", "input": {"file_path": f"{folder}/a.py"}}]}}  # fmt: skip
-    first = {"type": "user", "uuid": "u1", "sessionId": "s", "cwd": folder, "message": {"role": "user", "content": "Look."}}
+    first = {
+        "type": "user",
+        "uuid": "u1",
+        "sessionId": "s",
+        "cwd": folder,
+        "message": {"role": "user", "content": "Look."},
+    }
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, (first, line))))
     (state,) = ingest(tmp_path / "log.jsonl")
     assert state.metadata["folder"] == folder
@@ -558,8 +646,18 @@ def test_logs_tell_the_folder_and_redaction_keeps_paths_comparable(tmp_path):
 
 
 def test_codex_tells_the_folder_and_follows_it(tmp_path):
-    reply = {"type": "response_item", "payload": {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi."}]}}
-    asked = {"type": "response_item", "payload": {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]}}
+    reply = {
+        "type": "response_item",
+        "payload": {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Hi."}],
+        },
+    }
+    asked = {
+        "type": "response_item",
+        "payload": {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]},
+    }
     moves = {"type": "turn_context", "payload": {"model": "m", "cwd": "/b"}}
     lines = [{"type": "session_meta", "payload": {"id": "s", "cwd": "/a"}}, asked, reply, moves, asked, reply]
     (tmp_path / "rollout.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -401,11 +401,21 @@ def read_elsewhere(root: Path) -> list[str]:
     standing = yaml.safe_load((root / "book" / "standing.yml").read_text(encoding="utf-8"))
     fallen = {(spike, run) for spike, entry in standing.items() for run in entry["runs"]}
     found = []
-    pages = [*root.glob("*.md"), *root.glob("book/**/*.md"), *root.glob("nbs/*/*.ipynb"), *root.glob("spikes/*/*.*")]
+    pages = [
+        *root.glob("*.md"),
+        *root.glob("book/**/*.md"),
+        *root.glob("nbs/*/*.ipynb"),
+        *root.glob("spikes/*/*.*"),
+    ]
     for page in sorted(pages):
         own = page.parent.name if page.parent.parent.name == "spikes" else None
-        read = {(m["spike"], m["run"]) for m in READS_A_RUN.finditer(page.read_text(encoding="utf-8", errors="replace"))}
-        found += [f"{page.relative_to(root)}: {spike}/{run}" for spike, run in sorted(read & fallen) if spike != own]
+        read = {
+            (m["spike"], m["run"])
+            for m in READS_A_RUN.finditer(page.read_text(encoding="utf-8", errors="replace"))
+        }
+        found += [
+            f"{page.relative_to(root)}: {spike}/{run}" for spike, run in sorted(read & fallen) if spike != own
+        ]
     return found
 
 
@@ -421,5 +431,7 @@ def test_no_page_builds_on_a_verdict_that_fell(tmp_path):
     for name, text in pages.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert read_elsewhere(tmp_path) == [f"{p}: 001_x/a" for p in ("book/map.md", "intro.md", "spikes/002_y/spike.ipynb")]
+    assert read_elsewhere(tmp_path) == [
+        f"{p}: 001_x/a" for p in ("book/map.md", "intro.md", "spikes/002_y/spike.ipynb")
+    ]
     assert read_elsewhere(ROOT) == []

@@ -20,7 +20,15 @@ from composer_nb.training.hinting import require_conversations
 
 PROMPT = [{"role": "user", "content": "Say red."}]
 ANSWER = [{"role": "assistant", "content": "blue"}]
-HARD = ('Say "red".', "two\nlines", "{braces} and [brackets]", "<tag> & 'quote'", "naïve 🙂", "back\\slash", "tab\there")
+HARD = (
+    'Say "red".',
+    "two\nlines",
+    "{braces} and [brackets]",
+    "<tag> & 'quote'",
+    "naïve 🙂",
+    "back\\slash",
+    "tab\there",
+)
 
 
 def output(prompt=PROMPT, answer="blue", pad_left=3, pad_right=2) -> dict[str, torch.Tensor]:
@@ -59,7 +67,9 @@ def test_templates_that_escape_still_place_the_hint(template, hint):
     row = output()
     row["prompt_ids"] = torch.tensor([encode(TOKENIZER, rendered)])
     row["prompt_mask"] = torch.ones_like(row["prompt_ids"])
-    found = hint_rows(row, [prompt], [ANSWER], [Feedback(hint)], Placer(TOKENIZER, "above", {"chat_template": template}))
+    found = hint_rows(
+        row, [prompt], [ANSWER], [Feedback(hint)], Placer(TOKENIZER, "above", {"chat_template": template})
+    )
     assert not found.unplaced and found.fields["sdpo_loss_mask"].any()
 
 
@@ -79,8 +89,14 @@ def test_a_hint_that_cannot_be_placed_costs_its_row_only(said, placer, why):
 
 
 TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-READ = {"type": "object", "properties": {"path": {"type": "string", "description": "which"}}, "required": ["path"]}
-TOOLS = [{"type": "function", "function": {"name": "read", "description": "Read a file.", "parameters": READ}}]
+READ = {
+    "type": "object",
+    "properties": {"path": {"type": "string", "description": "which"}},
+    "required": ["path"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "read", "description": "Read a file.", "parameters": READ}}
+]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
 CALLED = [
     *PROMPT,
@@ -108,7 +124,9 @@ def test_every_template_places_a_hint_or_says_why_not(path):
         row, shown = rendered_row(prompt, template)
         for placement in ("above", "system"):
             for hint in HARD:
-                found = hint_rows(row, [prompt], [ANSWER], [Feedback(hint)], Placer(TOKENIZER, placement, template))
+                found = hint_rows(
+                    row, [prompt], [ANSWER], [Feedback(hint)], Placer(TOKENIZER, placement, template)
+                )
                 placed = bool(found.fields) and bool(found.fields["sdpo_loss_mask"].any())
                 assert placed is not bool(found.unplaced)
                 assert placed or found.unplaced[0].startswith(REFUSED), found.unplaced
@@ -182,7 +200,9 @@ def test_a_run_with_async_feedback_is_the_run_with_plain_feedback(tmp_path):
 def test_unplaced_hints_end_no_run_are_logged_and_said_once(tmp_path):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = lit(tmp_path, feedback_func=lambda completions, **_: [Feedback("Say red.", site=7)] * len(completions))
+        trainer = lit(
+            tmp_path, feedback_func=lambda completions, **_: [Feedback("Say red.", site=7)] * len(completions)
+        )
         trainer.train()
     assert [row["sdpo/unplaced"] for row in log(trainer)] == [4, 4, 4]
     assert sum("could not be placed" in str(w.message) and "site 7" in str(w.message) for w in told) == 1
@@ -192,7 +212,12 @@ def test_plain_text_prompts_are_refused_when_the_trainer_is_built(tmp_path):
     rows = Dataset.from_list([{"prompt": "Say red."}] * 8)
     with pytest.raises(ValueError, match="conversational prompts"):
         ComposerReplicationTrainer(
-            tiny.model(), reward, arguments(tmp_path), rows, processing_class=TOKENIZER, feedback_func=feedback
+            tiny.model(),
+            reward,
+            arguments(tmp_path),
+            rows,
+            processing_class=TOKENIZER,
+            feedback_func=feedback,
         )
 
 
@@ -210,7 +235,9 @@ def test_several_hints_of_one_completion_are_kept_in_order_without_gaps():
 
 @pytest.mark.parametrize("wrong", [dict(site=None), dict(site=1.5), dict(hint=None)], ids=str)
 def test_feedback_without_sense_is_one_line(wrong):
-    with pytest.raises(ValueError, match=rf"^Feedback\({next(iter(wrong))}={next(iter(wrong.values()))}\): .*") as told:
+    with pytest.raises(
+        ValueError, match=rf"^Feedback\({next(iter(wrong))}={next(iter(wrong.values()))}\): .*"
+    ) as told:
         Feedback(**(dict(hint="Say red.") | wrong))
     assert "\n" not in str(told.value)
 

@@ -94,7 +94,11 @@ def test_the_formats_are_known_and_a_foreign_one_is_not():
 @pytest.mark.parametrize(("name", "record"), SAMPLES)
 def test_a_record_is_of_one_format_only(name, record):
     """Chat takes any record with messages, and is asked last."""
-    asked = [kind for kind in INGESTERS if INGESTERS[kind] and kind != "chat" and INGESTERS[kind].recognises(record)]
+    asked = [
+        kind
+        for kind in INGESTERS
+        if INGESTERS[kind] and kind != "chat" and INGESTERS[kind].recognises(record)
+    ]
     assert asked == ([] if name == "chat" else [name]) and record_format(record) == name
 
 
@@ -108,17 +112,27 @@ def test_recognisers_take_no_harm_from_any_record():
 
 
 def test_every_kind_of_file_lies_in_one_folder(tmp_path):
-    whole = {name: record for name, record in SAMPLES if name in ("anthropic", "mini-swe-agent", "sharegpt", "swe-agent", "chat")}
+    whole = {
+        name: record
+        for name, record in SAMPLES
+        if name in ("anthropic", "mini-swe-agent", "sharegpt", "swe-agent", "chat")
+    }
     for name, record in whole.items():
         (tmp_path / f"{name}.{'traj' if name == 'swe-agent' else 'json'}").write_text(json.dumps(record))
     for name in sorted({name for name, _ in SAMPLES} - whole.keys()):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(record) for kind, record in SAMPLES if kind == name))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join(json.dumps(record) for kind, record in SAMPLES if kind == name)
+        )
     for file in tmp_path.iterdir():
         assert file_format(file) == file.stem
     report = IngestReport()
     states = list(ingest(tmp_path, report=report))
-    assert report.files == len(FORMATS) and not report.unknown and not report.skipped["file of no known format"]
-    assert {s.source.partition(".")[0] for s in states} >= whole.keys() - {"anthropic"}  # whose answer is empty
+    assert (
+        report.files == len(FORMATS) and not report.unknown and not report.skipped["file of no known format"]
+    )
+    assert {s.source.partition(".")[0] for s in states} >= whole.keys() - {
+        "anthropic"
+    }  # whose answer is empty
 
 
 def test_a_format_without_its_two_methods_cannot_be_made():

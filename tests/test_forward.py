@@ -213,7 +213,10 @@ def test_a_model_prepared_for_mixed_precision_shares_as_before(no_accelerator):
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     wrapped = prepared.forward
     assert head_shortcut(prepared) and continuations(prepared) == 2
-    assert prepared.forward is wrapped and prepared(input_ids=torch.tensor([[5, 6, 7]])).logits.dtype == torch.float32
+    assert (
+        prepared.forward is wrapped
+        and prepared(input_ids=torch.tensor([[5, 6, 7]])).logits.dtype == torch.float32
+    )
 
 
 def test_grouped_heads_leave_the_environment_as_it_was(monkeypatch):

@@ -24,7 +24,14 @@ def response(id, said, name="ls"):
 
 def call(id, said=None, status="success"):
     result = None if said is None else [response(id, said)]
-    return {"id": id, "name": "ls", "args": {"path": id}, "status": status, "timestamp": "t", "result": result}
+    return {
+        "id": id,
+        "name": "ls",
+        "args": {"path": id},
+        "status": status,
+        "timestamp": "t",
+        "result": result,
+    }
 
 
 def gemini(id, text, *calls, **more):
@@ -36,7 +43,10 @@ BOTH = gemini("g1", "Both.", call("a", {"output": "ok"}), call("b", {"error": "g
 
 
 def chat_twin():
-    calls = [{"id": i, "type": "function", "function": {"name": "ls", "arguments": f'{{"path": "{i}"}}'}} for i in "ab"]
+    calls = [
+        {"id": i, "type": "function", "function": {"name": "ls", "arguments": f'{{"path": "{i}"}}'}}
+        for i in "ab"
+    ]
     return {"model": "gemini-x", "messages": [
         {"role": "user", "content": "go"}, {"role": "assistant", "content": "Both.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "ok"}, {"role": "tool", "tool_call_id": "b", "content": "gone", "is_error": True},
@@ -65,20 +75,28 @@ def test_lines_documents_checkpoints_and_chat_are_twins(tmp_path):
         "checkpoint-x.json": {"history": checkpoint(), "authType": "x"}, "old.json": checkpoint(),
     }.items():  # fmt: skip
         states, report = read(tmp_path, records, GeminiIngester, name)
-        assert [essence(s)[:3] for s in states] == wanted and not report.repairs and not report.bad_lines, name
+        assert [essence(s)[:3] for s in states] == wanted and not report.repairs and not report.bad_lines, (
+            name
+        )
         assert len({s.state_id for s in states}) == 2 and states[0].is_error_site
     states, _ = read(tmp_path, [META, ASK, BOTH, END], GeminiIngester)
     assert {s.model for s in states} == {"gemini-x"} and states[0].metadata == {"session": "s1"}
 
 
 def test_a_message_written_again_replaces_itself(tmp_path):
-    states, report = read(tmp_path, [META, ASK, gemini("g1", "Both."), gemini("g1", "Both.", call("a")), BOTH, END], GeminiIngester)
+    states, report = read(
+        tmp_path,
+        [META, ASK, gemini("g1", "Both."), gemini("g1", "Both.", call("a")), BOTH, END],
+        GeminiIngester,
+    )
     assert [len(s.student_action.tool_calls) for s in states] == [2, 0] and not report.repairs
 
 
 def test_what_was_taken_back_is_a_state_and_no_context(tmp_path):
     again = message("u2", "user", "instead")
-    states, report = read(tmp_path, [META, ASK, gemini("g1", "bad", call("z")), {"$rewindTo": "g1"}, again, END], GeminiIngester)
+    states, report = read(
+        tmp_path, [META, ASK, gemini("g1", "bad", call("z")), {"$rewindTo": "g1"}, again, END], GeminiIngester
+    )
     assert [s.student_action.text for s in states] == ["bad", "end"] and report.repairs == 1
     assert [m["content"] for m in states[1].messages] == ["go", "instead"]
     states, _ = read(tmp_path, [META, ASK, BOTH, {"$rewindTo": "nowhere"}, again, END], GeminiIngester)
@@ -90,18 +108,27 @@ def test_messages_that_replace_all_are_context_and_no_states_again(tmp_path):
     masked["toolCalls"][0]["result"] = [response("a", {"output": "masked"}), response("b", {"error": "gone"})]
     change = {"$set": {"messages": [message("c1", "user", "so far"), masked], "lastUpdated": "t"}}
     open_ = gemini("g0", "", call("z"))
-    states, report = read(tmp_path, [META, ASK, open_, BOTH, change, message("u2", "user", "on"), END], GeminiIngester)
+    states, report = read(
+        tmp_path, [META, ASK, open_, BOTH, change, message("u2", "user", "on"), END], GeminiIngester
+    )
     assert [s.state_id for s in states] == ["log:g0", "log:g1", "log:g9"] and report.repairs == 1
     assert [m["content"] for m in states[2].messages] == ["so far", "Both.", "masked", "gone", "on"]
 
 
 def test_calls_in_the_content_are_taken_once(tmp_path):
-    content = [{"text": "hm", "thought": True}, {"functionCall": {"id": "a", "name": "ls", "args": {"path": "a"}}}]
+    content = [
+        {"text": "hm", "thought": True},
+        {"functionCall": {"id": "a", "name": "ls", "args": {"path": "a"}}},
+    ]
     records = [META, ASK, message("g1", "gemini", content, toolCalls=[call("a", {"output": "ok"})]),
                message("u2", "user", [response("a", {"output": "ok"})]), END]  # fmt: skip
     states, report = read(tmp_path, records, GeminiIngester)
     assert len(states[0].student_action.tool_calls) == 1 and states[0].student_action.thinking == "hm"
-    assert report.skipped["result written twice"] == 1 and [m["role"] for m in states[1].messages] == ["user", "assistant", "tool"]
+    assert report.skipped["result written twice"] == 1 and [m["role"] for m in states[1].messages] == [
+        "user",
+        "assistant",
+        "tool",
+    ]
 
 
 def test_what_has_no_place_is_counted(tmp_path):
@@ -111,7 +138,12 @@ def test_what_has_no_place_is_counted(tmp_path):
                gemini("g2", "half", {"id": "b", "name": "ls", "args": 3}), END]  # fmt: skip
     states, report = read(tmp_path, records, GeminiIngester)
     assert [s.student_action.text for s in states] == ["a", "end"] and not states[0].failures
-    assert report.skipped == {"message info": 1, "command to the CLI": 1, "part inlineData": 1, "part executableCode": 1}
+    assert report.skipped == {
+        "message info": 1,
+        "command to the CLI": 1,
+        "part inlineData": 1,
+        "part executableCode": 1,
+    }
     assert report.bad_lines == 3 and states[0].messages[0]["content"] == "see\n[inlineData]"
 
 

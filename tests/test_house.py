@@ -133,7 +133,11 @@ def test_a_page_that_never_ran_alone_is_counted_from_the_table_of_contents(house
     kept = {"chapters": ["nbs/a/00_first", "nbs/a/gone"], "ran": ["nbs/a/00_first", "nbs/a/gone"]}
     (house / "book/lone.json").write_text(json.dumps(kept))
     figures, details = measure_house.measure(house)
-    assert details["lone_chapters"] == ["nbs/a/00_first", "nbs/a/01_second", "spikes/006_real_model_cpu/spike"]
+    assert details["lone_chapters"] == [
+        "nbs/a/00_first",
+        "nbs/a/01_second",
+        "spikes/006_real_model_cpu/spike",
+    ]
     assert details["lone_chapters_run"] == ["nbs/a/00_first"]
     assert (figures["lone_chapters_run"], figures["lone_chapters"]) == (1, 3)
     (house / "book/lone.json").unlink()
@@ -147,10 +151,16 @@ def test_the_book_is_framed():
 def undocumented(path: Path) -> list[str]:
     """Functions and classes that `__all__` of a module names and that have no docstring."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"]
+    listed = [
+        n.value
+        for n in tree.body
+        if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
+    ]
     names = {n.value for value in listed for n in ast.walk(value) if isinstance(n, ast.Constant)}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return [n.name for n in tree.body if isinstance(n, kinds) and n.name in names and not ast.get_docstring(n)]
+    return [
+        n.name for n in tree.body if isinstance(n, kinds) and n.name in names and not ast.get_docstring(n)
+    ]
 
 
 def test_every_public_name_says_what_it_is(tmp_path):

@@ -1253,6 +1253,10 @@ def test_a_worked_example_is_context_and_no_turn(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n")
     (state,) = ChatIngester().ingest(path)
-    assert state.student_action.text == "6" and [m["content"] for m in state.messages] == ["2 and 2?", "4", "3 and 3?"]
+    assert state.student_action.text == "6" and [m["content"] for m in state.messages] == [
+        "2 and 2?",
+        "4",
+        "3 and 3?",
+    ]
     path.write_text(json.dumps({"messages": [m | {"example": "yes"} for m in messages]}) + "\n")
     assert len(list(ChatIngester().ingest(path))) == 2  # only `true` marks one

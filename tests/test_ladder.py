@@ -180,7 +180,9 @@ def test_bad_words_are_refused(tmp_path, script):
 
 def git(root, *words):
     who = ["-c", "user.name=T", "-c", "user.email=t@example.com"]
-    return subprocess.run(["git", "-C", root, *who, *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", root, *who, *words], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def commit(root, message):
@@ -214,7 +216,11 @@ def in_tree(plan, *words):
     command = [sys.executable, "-c", code, "ladder", *words, str(plan)]
     work = ["--work", str(root.parent / "work")] if words[0] == "run" else []
     return subprocess.run(
-        [*command, *work], capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}
+        [*command, *work],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
     )
 
 

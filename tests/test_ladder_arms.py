@@ -31,7 +31,12 @@ def begun(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arms")
     saved_model(folder / "tiny")
     tokenizer().save_pretrained(folder / "tiny")
-    spec = SETTINGS | {"model": str(folder / "tiny"), "start": str(folder / "start"), "device": "cpu", "seed": 0}
+    spec = SETTINGS | {
+        "model": str(folder / "tiny"),
+        "start": str(folder / "start"),
+        "device": "cpu",
+        "seed": 0,
+    }
     threads = torch.get_num_threads()
     made = arm.make_start(spec | {"arm": "start"})
     yield spec, folder, made
@@ -63,9 +68,13 @@ def test_arms_begin_with_the_same_rollouts(begun, name):
 
 
 def test_a_passing_answer_is_learned_without_any_hint(begun):
-    found = trained(begun, "best_bare", retake_pass=0.0)  # everything passes, the first answer of each group is learned
+    found = trained(
+        begun, "best_bare", retake_pass=0.0
+    )  # everything passes, the first answer of each group is learned
     plain = trained(begun, "grpo")
-    assert found["figures"]["retakes"] == 0 and found["figures"]["sampled"] == plain["figures"]["sampled"] == 4
+    assert (
+        found["figures"]["retakes"] == 0 and found["figures"]["sampled"] == plain["figures"]["sampled"] == 4
+    )
     assert found["figures"]["general_nll"] != plain["figures"]["general_nll"]
     nothing = trained(begun, "best_bare")  # nothing passes
     assert nothing["figures"]["general_nll"] == plain["figures"]["general_nll"]

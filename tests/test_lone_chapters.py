@@ -113,7 +113,9 @@ def test_a_lone_page_finds_package_data_and_folder(environments, sources, tmp_pa
 def test_a_cell_that_fails_is_named(environments, sources, tmp_path: Path) -> None:
     result = run_lone.run_page(job("1 / 0"), environments.get("core"), sources, tmp_path / "lone")
     assert re.fullmatch(r"cell \d+: ZeroDivisionError: division by zero", result.reason)
-    assert run_lone.report([result], ["nbs/kernels/tiny", "nbs/kernels/other"], {"python": "3.11"})["failed"] == {
+    assert run_lone.report([result], ["nbs/kernels/tiny", "nbs/kernels/other"], {"python": "3.11"})[
+        "failed"
+    ] == {
         "nbs/kernels/tiny": result.reason,
         "nbs/kernels/other": "was not reached",
     }
@@ -190,7 +192,10 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
 """
     job = run_lone.Job("x", page(code), ())
-    assert run_lone.run_page(job, environments.get("bare"), run_lone.Sources(), tmp_path / "a", nest=nest).reason == ""
+    assert (
+        run_lone.run_page(job, environments.get("bare"), run_lone.Sources(), tmp_path / "a", nest=nest).reason
+        == ""
+    )
     for pid in map(int, pids.read_text().split()):
         deadline = time.monotonic() + 10
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
@@ -198,8 +203,12 @@ open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_threads_after_the_imports_are_refused(environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "threaded.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n")
+def test_threads_after_the_imports_are_refused(
+    environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
     monkeypatch.setattr(run_lone, "SLOW_IMPORTS", ("threaded",))
     monkeypatch.setattr(run_lone, "NEVER_INHERITED", ())
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -357,7 +366,9 @@ sys.exit(result.reason or 0)
 def test_extras_follow_from_imports() -> None:
     assert launch.extras(page("import torch"), PLACE) == []
     assert launch.extras(page("import matplotlib.pyplot as plt"), PLACE) == ["plot"]
-    assert launch.extras(page("def f():\n    from moto.server import ThreadedMotoServer"), PLACE) == ["drills"]
+    assert launch.extras(page("def f():\n    from moto.server import ThreadedMotoServer"), PLACE) == [
+        "drills"
+    ]
     assert "smollm2" in launch.extras(page("from composer_nb.models import load_model"), PLACE)
     assert "diloco" in launch.extras(page("#| default_exp diloco.outer\n", "%timeit 1"), PLACE)
     assert launch.extras(page("import mattplotlib_like"), PLACE) == []
@@ -369,7 +380,11 @@ def test_extras_follow_from_imports() -> None:
 def test_extras_of_the_table_exist() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(launch.EXTRAS.values()) <= declared.keys()
-    needed = {extra for p in CHAPTERS for extra in launch.extras(nbformat.read(ROOT / f"{p}.ipynb", 4), ROOT / f"{p}.ipynb")}
+    needed = {
+        extra
+        for p in CHAPTERS
+        for extra in launch.extras(nbformat.read(ROOT / f"{p}.ipynb", 4), ROOT / f"{p}.ipynb")
+    }
     assert needed <= set(declared)
 
 
@@ -410,7 +425,9 @@ def test_stale_launch_cells_are_found_and_written(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True)
         nbformat.write(page("# | default_exp tiny", "import torch"), tmp_path / name)
-    book = "format: jb-book\nroot: intro\nparts:\n- caption: One\n  chapters:\n  - file: nbs/kernels/00_tiny\n"
+    book = (
+        "format: jb-book\nroot: intro\nparts:\n- caption: One\n  chapters:\n  - file: nbs/kernels/00_tiny\n"
+    )
     (tmp_path / "_toc.yml").write_text(book)
     (tmp_path / "intro.md").write_text("# A book\n")
     assert frame.main(["--root", str(tmp_path), "--check"]) == 1

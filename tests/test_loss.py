@@ -241,7 +241,9 @@ def test_wrong_options_are_named(options, error, says):
 
 def test_what_is_refused_as_trls_is_a_field_of_trls_configuration():
     known = {f.name: f for f in dataclasses.fields(GRPOConfig)}
-    assert set(TRL_OPTIONS) <= set(known) and not set(TRL_OPTIONS) & {f.name for f in dataclasses.fields(LossConfig)}
+    assert set(TRL_OPTIONS) <= set(known) and not set(TRL_OPTIONS) & {
+        f.name for f in dataclasses.fields(LossConfig)
+    }
     assert all(kind in known["loss_type"].metadata["help"] for kind in TRL_KINDS)
 
 

@@ -312,7 +312,9 @@ def test_a_wrong_rank_is_told_in_the_same_words_everywhere(tmp_path, monkeypatch
     }
     words = {}
     for place, read in places.items():
-        with pytest.raises(ValueError, match=f"^{said}: pass rank=, or start the replica with REPLICA_RANK") as told:
+        with pytest.raises(
+            ValueError, match=f"^{said}: pass rank=, or start the replica with REPLICA_RANK"
+        ) as told:
             read()
         words[place] = str(told.value)
     assert len(set(words.values())) == 1, words
@@ -485,7 +487,9 @@ def test_a_record_comes_back_whole():
 
 REF = PayloadRef("0" * 64, 9, {"x": ((2,), "float32")})
 KINDS = {
-    RoundRecord: RoundRecord(True, {"op": "mean"}, {0: REF, 11: REF}, {0: None, 11: None}, (), {}, 0, 0.5, 3, "p"),
+    RoundRecord: RoundRecord(
+        True, {"op": "mean"}, {0: REF, 11: REF}, {0: None, 11: None}, (), {}, 0, 0.5, 3, "p"
+    ),
     Record: Record(3, 1, (Offer(0, 0, 2, 10, 5, REF, weight=10.0),), 0, {1: "late"}, "p"),
 }
 
@@ -568,7 +572,9 @@ def test_a_record_of_another_history_is_refused_in_one_line(tmp_path):
     with pytest.raises(Behind) as refused:
         first.allreduce(torch.ones(1), "x")
     said = f"its previous is ffffffff, ours {before.digest[:8]}"
-    assert said in str(refused.value) and str(refused.value).startswith("round 1 of 'x' follows another history")
+    assert said in str(refused.value) and str(refused.value).startswith(
+        "round 1 of 'x' follows another history"
+    )
     assert "\n" not in str(refused.value) and "start this replica again" in str(refused.value)
     with pytest.raises(ValueError):
         second.allreduce(torch.tensor([torch.nan]), "x")  # it has read no round, and asks the bucket

@@ -301,7 +301,10 @@ def test_pairs_come_first_and_leave_their_gradients_behind():
     off = dict(alpha_sdpo=0.0, teacher="live")
     bare, first = listed(LENGTHS | dict(pair=0), **off), listed(**off)
     together = listed(hint_mode="gated", gate_cap=0.5, **off)  # a cap wants all channels in one backward pass
-    phases = {name: {i.name: i.phases for i in t.items} for name, t in (("bare", bare), ("first", first), ("together", together))}
+    phases = {
+        name: {i.name: i.phases for i in t.items}
+        for name, t in (("bare", bare), ("first", first), ("together", together))
+    }
     assert "pairs" not in phases["first"]["activations"] and "pairs" in phases["together"]["activations"]
     assert "policy" in phases["first"]["gradients"] and "policy" not in phases["together"]["gradients"]
     assert "policy" not in phases["bare"]["gradients"]

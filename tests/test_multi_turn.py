@@ -31,8 +31,14 @@ FAMILY = MultiTurn()
 
 def official(entry, calls, number):
     "What the leaderboard's own checker says; its engines are taken out of its globals afterwards."
-    written = [[[f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in turn]] for turn in calls]
-    wanted = [[f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in turn] for turn in entry.solution]
+    written = [
+        [[f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in turn]]
+        for turn in calls
+    ]
+    wanted = [
+        [f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in turn]
+        for turn in entry.solution
+    ]
     test = {"initial_config": dict(entry.config), "involved_classes": list(entry.classes), "id": entry.id}
     before = set(vars(multi_turn_utils))
     try:
@@ -72,7 +78,9 @@ def mutants(entry, rng):
     if call.arguments:
         key = rng.choice(sorted(call.arguments))
         value = call.arguments[key]
-        wrong = value + "x" if isinstance(value, str) else value + 1 if isinstance(value, (int, float)) else "x"
+        wrong = (
+            value + "x" if isinstance(value, str) else value + 1 if isinstance(value, (int, float)) else "x"
+        )
         yield changed([Call(call.name, {**call.arguments, key: wrong})])
         yield changed([Call(call.name, {k: v for k, v in call.arguments.items() if k != key})])
     yield [list(reversed(turn)) for turn in turns]
@@ -89,7 +97,12 @@ def test_the_official_check_says_the_same_of_mutants():
             if (ours and ours.kind) != theirs:
                 wrong.append((entry.id, ours, theirs))
     assert tried >= 500 and wrong == []
-    assert kinds == {None, "empty_turn_model_response", "instance_state_mismatch", "execution_response_mismatch"}
+    assert kinds == {
+        None,
+        "empty_turn_model_response",
+        "instance_state_mismatch",
+        "execution_response_mismatch",
+    }
 
 
 def test_the_episode_says_what_the_check_says():
@@ -172,7 +185,9 @@ def test_an_episode_without_end_is_ended():
     entry = ENTRIES[0]
     episode, answers = MultiTurnEpisode(entry, most=3), 0
     while not episode.done:
-        episode.step('{"name": "pwd", "arguments": {}}' if answers % 2 else '{"name": "zzz", "arguments": {}}')
+        episode.step(
+            '{"name": "pwd", "arguments": {}}' if answers % 2 else '{"name": "zzz", "arguments": {}}'
+        )
         answers += 1
     assert answers == 3 * len(entry.solution) and not episode.outcome().solved
     with pytest.raises(RuntimeError, match="done"):
@@ -200,7 +215,11 @@ def test_a_hint_that_gives_an_answer_away_is_found():
     class Leaky(MultiTurn):
         def hints(self, turn):
             calls = next(e for e in ENTRIES if turn.request in e.requests).solution[turn.number]
-            return {"told": f"The first argument is {[*calls[0].arguments.values()][0]!r}"} if turn.fault and calls[0].arguments else {}
+            return (
+                {"told": f"The first argument is {[*calls[0].arguments.values()][0]!r}"}
+                if turn.fault and calls[0].arguments
+                else {}
+            )
 
     class Telling(MultiTurn):
         def hints(self, turn):

@@ -19,7 +19,14 @@ def wire(id, name="bash"):
 def of(id, *calls, text="", response="r1"):
     message = {"role": "assistant", "content": text, "tool_calls": [wire(c) for c in calls or (id,)]}
     answer = {"id": response, "model": "m", "choices": [{"message": message}]}
-    return {"tool_call_metadata": {"tool_call_id": id, "function_name": "bash", "model_response": answer, "total_calls_in_response": len(calls)}}
+    return {
+        "tool_call_metadata": {
+            "tool_call_id": id,
+            "function_name": "bash",
+            "model_response": answer,
+            "total_calls_in_response": len(calls),
+        }
+    }
 
 
 def action(kind, source="agent", args=None, **more):
@@ -27,7 +34,14 @@ def action(kind, source="agent", args=None, **more):
 
 
 def seen(kind, content, extras=None, **more):
-    return {"id": 2, "observation": kind, "source": "environment", "content": content, "extras": extras or {}, **more}
+    return {
+        "id": 2,
+        "observation": kind,
+        "source": "environment",
+        "content": content,
+        "extras": extras or {},
+        **more,
+    }
 
 
 SCHEMA = {"type": "function", "function": {"name": "bash", "parameters": {}}}
@@ -46,8 +60,16 @@ def test_twins_in_every_file_and_in_the_chat_format(tmp_path):
         {"role": "tool", "tool_call_id": "a", "content": "ok"}, {"role": "tool", "tool_call_id": "b", "content": said, "is_error": True},
         {"role": "assistant", "content": "end"}]}  # fmt: skip
     plain, _ = read(tmp_path, [chat], ChatIngester, "chat.jsonl")
-    wanted = [([{k: v for k, v in m.items() if k != "is_error"} for m in s.messages], *essence(s)[1:3], s.tools) for s in plain]
-    for name, records in {"a.json": RUN, "b.jsonl": RUN, "c.json": {"trajectory": RUN}, "d.jsonl": [{"instance_id": "i", "history": RUN}]}.items():
+    wanted = [
+        ([{k: v for k, v in m.items() if k != "is_error"} for m in s.messages], *essence(s)[1:3], s.tools)
+        for s in plain
+    ]
+    for name, records in {
+        "a.json": RUN,
+        "b.jsonl": RUN,
+        "c.json": {"trajectory": RUN},
+        "d.jsonl": [{"instance_id": "i", "history": RUN}],
+    }.items():
         states, report = read(tmp_path, records, OpenHandsIngester, name)
         assert [(*essence(s)[:3], s.tools) for s in states] == wanted, name
         assert not report.repairs and not report.skipped and file_format(tmp_path / name) == "openhands"
@@ -59,7 +81,10 @@ def test_exit_codes_when_asked(tmp_path):
     read(tmp_path, [ASK, action("run", **of("a")), ran, END], OpenHandsIngester)
     plain, asked = (list(ingest(tmp_path / "log.jsonl", exit_codes=codes)) for codes in (False, True))
     assert [s.is_error_site for s in plain] == [False, False] and asked[0].failures[0].kind == "exit_code"
-    assert plain[1].messages[-1]["content"] == "x\n[Current working directory: /w]\n[Command finished with exit code 2]"
+    assert (
+        plain[1].messages[-1]["content"]
+        == "x\n[Current working directory: /w]\n[Command finished with exit code 2]"
+    )
 
 
 @pytest.mark.parametrize(("event", "text"), [
@@ -72,10 +97,21 @@ def test_what_an_observation_is_to_the_model(event, text):
 
 def test_what_is_behind_a_condensation_or_of_a_delegate_is_counted(tmp_path):
     states, report = read(tmp_path, [SYSTEM, ASK, *BOTH, action("condensation"), ASK, END], OpenHandsIngester)
-    assert [s.student_action.text for s in states] == ["Both."] and report.skipped == {"event from a condensation on": 3}
-    away = [action("delegate", **of("d", response="r0")), SYSTEM, END, seen("delegate", "done", **of("d", response="r0"))]
+    assert [s.student_action.text for s in states] == ["Both."] and report.skipped == {
+        "event from a condensation on": 3
+    }
+    away = [
+        action("delegate", **of("d", response="r0")),
+        SYSTEM,
+        END,
+        seen("delegate", "done", **of("d", response="r0")),
+    ]
     states, report = read(tmp_path, [ASK, *away, END], OpenHandsIngester)
-    assert [len(s.messages) for s in states] == [1, 3] and report.skipped == {"event of a delegate": 2} and not report.repairs
+    assert (
+        [len(s.messages) for s in states] == [1, 3]
+        and report.skipped == {"event of a delegate": 2}
+        and not report.repairs
+    )
 
 
 def numbered(*events):
@@ -110,20 +146,31 @@ def test_the_context_after_a_condensation_is_what_the_agent_saw(tmp_path, conden
     noise = [action("condensation_request"), seen("agent_state_changed", "")]
     records = numbered(*before, *condensations, *noise, action("message", "user", {"content": "more"}), END)
     states, report = read(tmp_path, records, OpenHandsIngester, "a.json")
-    assert [s.student_action.text for s in states] == ["Both.", "", "end"] and not report.repairs and not report.bad_lines
+    assert (
+        [s.student_action.text for s in states] == ["Both.", "", "end"]
+        and not report.repairs
+        and not report.bad_lines
+    )
     found = [
-        "call " + " ".join(c["id"] for c in m["tool_calls"]) if m.get("tool_calls") else m["content"].split("\n[Error")[0]
+        "call " + " ".join(c["id"] for c in m["tool_calls"])
+        if m.get("tool_calls")
+        else m["content"].split("\n[Error")[0]
         for m in states[-1].messages
     ]
     assert found == [*wanted, "more"] and is_whole(states[-1].messages)
     assert list(states[1].messages)[-1]["content"].startswith("gone")  # what came before stays as it was
 
 
-@pytest.mark.parametrize("spoil", [lambda e: {k: v for k, v in e.items() if k != "id"}, lambda e: e | {"id": "3"}, lambda e: e | {"id": 0}])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda e: {k: v for k, v in e.items() if k != "id"}, lambda e: e | {"id": "3"}, lambda e: e | {"id": 0}],
+)
 def test_a_condensation_of_events_without_ids_ends_what_is_read(tmp_path, spoil):
     records = numbered(SYSTEM, ASK, *BOTH, condensed(forgotten_event_ids=[2]), ASK, END)
     states, report = read(tmp_path, [records[0], spoil(records[1]), *records[2:]], OpenHandsIngester)
-    assert [s.student_action.text for s in states] == ["Both."] and report.skipped == {"event from a condensation on": 3}
+    assert [s.student_action.text for s in states] == ["Both."] and report.skipped == {
+        "event from a condensation on": 3
+    }
 
 
 def test_what_has_no_place_is_counted_and_what_is_not_in_the_log_refused(tmp_path):
@@ -133,13 +180,26 @@ def test_what_has_no_place_is_counted_and_what_is_not_in_the_log_refused(tmp_pat
                seen("error", "lost"), seen("read", "x", **of("nobody")), seen("read", 7, **of("a")), action("message", "user", {"content": 7}),
                {"observation": "x"}, END]  # fmt: skip
     states, report = read(tmp_path, records, OpenHandsIngester)
-    assert [m["role"] for m in states[0].messages] == ["system", "user", "user"] and report.repairs == 1 and report.bad_lines == 3
-    assert report.skipped == {"observation recall": 1, "action change_agent_state": 1, "action run": 1} and report.unknown == {"not an event": 1}
+    assert (
+        [m["role"] for m in states[0].messages] == ["system", "user", "user"]
+        and report.repairs == 1
+        and report.bad_lines == 3
+    )
+    assert report.skipped == {
+        "observation recall": 1,
+        "action change_agent_state": 1,
+        "action run": 1,
+    } and report.unknown == {"not an event": 1}
     assert "no model_response" in str(report.bad[0])
 
 
 def test_events_of_the_later_sdk_are_refused():
-    assert record_format({"kind": "ActionEvent", "source": "agent", "action": {"kind": "x"}, "tool_call_id": "c"}) is None
+    assert (
+        record_format(
+            {"kind": "ActionEvent", "source": "agent", "action": {"kind": "x"}, "tool_call_id": "c"}
+        )
+        is None
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -152,6 +212,11 @@ def test_in_any_order_and_hurt_anywhere_nothing_raises_and_contexts_are_whole(tm
     (folder / "b.json").write_text(json.dumps(mutilated(drawn, draw) if draw.random() < 0.5 else drawn))
     states = list(OpenHandsIngester(exit_codes=True).ingest(folder / "log.jsonl"))
     states += OpenHandsIngester().ingest(folder / "b.json")
-    states += read(folder, mutilated({"history": [draw.choice(RUN) for _ in range(8)]}, draw), OpenHandsIngester, "a.json")[0]
+    states += read(
+        folder,
+        mutilated({"history": [draw.choice(RUN) for _ in range(8)]}, draw),
+        OpenHandsIngester,
+        "a.json",
+    )[0]
     assert all(s.student_action and is_whole(s.messages) for s in states)
     assert json.dumps([list(s.messages) for s in states])

@@ -72,7 +72,11 @@ def everything() -> SimpleNamespace:
     torch.manual_seed(0)
     shape = batch["input_ids"].shape
     logps = -torch.rand(shape) * 2 - 9.5
-    more = {"advantages": torch.tensor([1.0, -1.0, 0.5]), "old_logprobs": logps, "ref_logprobs": logps - torch.rand(shape)}
+    more = {
+        "advantages": torch.tensor([1.0, -1.0, 0.5]),
+        "old_logprobs": logps,
+        "ref_logprobs": logps - torch.rand(shape),
+    }
     more |= verified_rows([[5, 6, 7]] * 3, [[8, 9], [], [10]], Padding("right", 0))
     return SimpleNamespace(model=model, teacher=tiny.model(seed=1), batch=batch | more)
 
@@ -117,7 +121,9 @@ SAME = {"sampled just now": ["policy_kind", "epsilon_low", "epsilon_high"]}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_field_changes_every_way_through_the_loss_or_is_refused_by_name(everything: SimpleNamespace, way: str) -> None:
+def test_every_field_changes_every_way_through_the_loss_or_is_refused_by_name(
+    everything: SimpleNamespace, way: str
+) -> None:
     at = SimpleNamespace(model=everything.model, teacher=everything.teacher,
                          batch={n: v for n, v in everything.batch.items() if n not in LEFT_OUT.get(way, ())})  # fmt: skip
     before, silent = loss_and_gradient(at, **WAYS[way]), []
@@ -149,13 +155,19 @@ def test_an_option_without_effect_is_refused(options: dict[str, object]) -> None
 
 
 def test_the_groups_share_no_field() -> None:
-    groups = [{f.name for f in dataclasses.fields(g)} for g in (HintOptions, PreferenceOptions, PolicyTermOptions)]
+    groups = [
+        {f.name for f in dataclasses.fields(g)} for g in (HintOptions, PreferenceOptions, PolicyTermOptions)
+    ]
     assert len(set.union(*groups)) == sum(map(len, groups))
 
 
 # --- the trainer ------------------------------------------------------------------------------------
 
-OWN = [f.name for f in dataclasses.fields(ComposerConfig) if f.name not in {g.name for g in dataclasses.fields(type(arguments("x")))}]
+OWN = [
+    f.name
+    for f in dataclasses.fields(ComposerConfig)
+    if f.name not in {g.name for g in dataclasses.fields(type(arguments("x")))}
+]
 VERIFIED = dict(
     hint_mode="verified", teacher="live", retake_pass=0.5,
     feedback_func=lambda completions, **_: [Feedback("Reminder: say the colour.", kind="colour")] * len(completions),
@@ -168,13 +180,19 @@ TRAINED = {
     "rlsd": ({}, dict(rlsd=0.9)),
     "rlsd_steps": (dict(rlsd=0.9), dict(rlsd=0.9, rlsd_steps=1)),
     "kl_estimator": (dict(trl=dict(beta=50.0)), dict(trl=dict(beta=50.0), kl_estimator="k1")),
-    "advantages": (dict(trl=dict(scale_rewards="none")), dict(trl=dict(scale_rewards="none"), advantages="rloo")),
+    "advantages": (
+        dict(trl=dict(scale_rewards="none")),
+        dict(trl=dict(scale_rewards="none"), advantages="rloo"),
+    ),
     "policy_loss": (dict(trl=dict(num_iterations=2)), dict(trl=dict(num_iterations=2), policy_loss="dppo")),
     "alpha_schedule": ({}, dict(alpha_schedule="linear")),
     "alpha_until": (dict(alpha_schedule="linear"), dict(alpha_schedule="linear", alpha_until=0.5)),
     "beta_schedule": ({}, dict(beta_schedule="cosine")),
     "beta_until": (dict(beta_schedule="cosine"), dict(beta_schedule="cosine", beta_until=0.5)),
-    "taid_schedule": (dict(sdpo_wrapper="taid", taid_t=0.4), dict(sdpo_wrapper="taid", taid_schedule="linear")),
+    "taid_schedule": (
+        dict(sdpo_wrapper="taid", taid_t=0.4),
+        dict(sdpo_wrapper="taid", taid_schedule="linear"),
+    ),
     "pairs_per_step": ({}, dict(pairs_per_step=4)),
     "retakes": (VERIFIED, VERIFIED | dict(retakes=2)),
     "retake_pass": (VERIFIED, VERIFIED | dict(retake_pass=0.8)),
@@ -195,7 +213,13 @@ def test_the_table_has_every_field_of_the_trainer() -> None:
 
 def weights_after(folder, trl=None, **options) -> torch.Tensor:
     model = tiny.saved_model(folder / "model")
-    trainer = lit(folder, model=model, options=dict(max_steps=3) | (trl or {}), grad_norm_steps=options.pop("grad_norm_steps", 0), **options)
+    trainer = lit(
+        folder,
+        model=model,
+        options=dict(max_steps=3) | (trl or {}),
+        grad_norm_steps=options.pop("grad_norm_steps", 0),
+        **options,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run too short for TAID says so
         trainer.train()
@@ -228,7 +252,9 @@ def test_the_trainer_hands_every_field_of_the_loss_on(tmp_path, name) -> None:
 def test_every_field_of_the_report_shows_in_the_log(tmp_path, name) -> None:
     logs = []
     for value in (0, 1):
-        trainer = lit(tmp_path / str(value), **(dict(grad_norm_steps=0) | {name: value}), options=dict(max_steps=1))
+        trainer = lit(
+            tmp_path / str(value), **(dict(grad_norm_steps=0) | {name: value}), options=dict(max_steps=1)
+        )
         trainer.train()
         logs.append(set().union(*trainer.state.log_history))
     assert REPORTED[name] not in logs[0] and REPORTED[name] in logs[1]
@@ -245,7 +271,10 @@ def test_every_field_of_the_report_shows_in_the_log(tmp_path, name) -> None:
         (dict(policy_loss="dppo", trl=dict(loss_type="grpo")), "loss_type='grpo'"),
         (dict(policy_loss="dppo", trl=dict(delta=2.0)), "delta"),
         (dict(policy_loss="dppo", trl=dict(beta=0.1)), "beta=0.1"),
-        (dict(trl=dict(max_tool_calling_iterations=2)), "max_tool_calling_iterations=2 has no effect without tools"),
+        (
+            dict(trl=dict(max_tool_calling_iterations=2)),
+            "max_tool_calling_iterations=2 has no effect without tools",
+        ),
     ],
 )
 def test_combinations_without_sense_are_refused_when_the_trainer_is_built(tmp_path, options, says) -> None:
@@ -282,7 +311,9 @@ READ = {
 
 
 def test_every_field_of_trls_is_read_or_refused() -> None:
-    theirs = {f.name for f in dataclasses.fields(GRPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+    theirs = {f.name for f in dataclasses.fields(GRPOConfig)} - {
+        f.name for f in dataclasses.fields(TrainingArguments)
+    }
     assert {n for n in theirs if "vllm" not in n} == READ | UNREAD.keys()
 
 
@@ -310,14 +341,21 @@ def test_cispo_takes_the_lower_clip_for_its_cap_where_there_is_no_upper_one(tmp_
 def test_generation_kwargs_leave_no_field_without_effect(tmp_path, fields, says) -> None:
     with pytest.raises(ValueError, match=says):
         adopt(arguments(tmp_path, **fields), {})
-    adopt(arguments(tmp_path, **fields | dict(generation_kwargs={n: fields[n] for n in fields["generation_kwargs"]})), {})
+    adopt(
+        arguments(
+            tmp_path, **fields | dict(generation_kwargs={n: fields[n] for n in fields["generation_kwargs"]})
+        ),
+        {},
+    )
     adopt(arguments(tmp_path, generation_kwargs={"top_k": 10, "min_new_tokens": 2}), {})
 
 
 def test_a_length_of_rollouts_is_refused_where_only_that_of_a_turn_is_read(tmp_path) -> None:
     short = dict(max_completion_length=6, generation_kwargs={"max_new_tokens": 3})
     args = adopt(arguments(tmp_path, loss_type="grpo", **short), {})
-    with pytest.raises(ValueError, match="max_completion_length=6 has no effect .*set max_completion_length=3"):
+    with pytest.raises(
+        ValueError, match="max_completion_length=6 has no effect .*set max_completion_length=3"
+    ):
         refuse_without_calls(args, {})
     with pytest.raises(ValueError, match="max_completion_length=6 has no effect"):
         build(tmp_path, options=dict(loss_type="grpo", **short))
@@ -340,7 +378,9 @@ def test_the_policy_term_of_a_loss_config_is_refused_by_name(tmp_path, options) 
 
 def test_a_composer_config_is_trls_own_and_more(tmp_path) -> None:
     args = adopt(arguments(tmp_path, max_steps=1), dict(alpha_sdpo=0.5, teacher="frozen"))
-    trainer = build(tmp_path, args=True, options=dict(max_steps=1), feedback_func=feedback, preference_dataset=PAIRS)
+    trainer = build(
+        tmp_path, args=True, options=dict(max_steps=1), feedback_func=feedback, preference_dataset=PAIRS
+    )
     assert isinstance(trainer.args, ComposerConfig) and args.to_dict()["teacher"] == "frozen"
     assert type(arguments(tmp_path)) is not ComposerConfig
     saved = {f.name for f in dataclasses.fields(ComposerConfig)}
@@ -355,7 +395,9 @@ def test_schedules_begin_at_the_weight_and_end_at_zero() -> None:
     assert scheduled(0.4, "constant", 1.0, 1.0) == 0.4
 
 
-@pytest.mark.parametrize("options", [dict(grad_norm_steps=2), dict(gate_cap=0.5, hint_mode="gated", teacher="live")])
+@pytest.mark.parametrize(
+    "options", [dict(grad_norm_steps=2), dict(gate_cap=0.5, hint_mode="gated", teacher="live")]
+)
 def test_gradients_of_channels_are_refused_under_reentrant_checkpointing(tmp_path, options) -> None:
     reentrant = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
     name = next(iter(options))
@@ -367,10 +409,16 @@ def test_gradients_of_channels_are_refused_under_reentrant_checkpointing(tmp_pat
     adopt(arguments(tmp_path, **reentrant), {})
 
 
-@pytest.mark.parametrize("options", [dict(alpha_sdpo=0.0, sdpo_temperature=2.0), dict(beta_replay=0.0, dpo_variant="simpo")])
-def test_options_of_a_channel_without_weight_are_kept_and_read_by_nothing(everything, tmp_path, options) -> None:
+@pytest.mark.parametrize(
+    "options", [dict(alpha_sdpo=0.0, sdpo_temperature=2.0), dict(beta_replay=0.0, dpo_variant="simpo")]
+)
+def test_options_of_a_channel_without_weight_are_kept_and_read_by_nothing(
+    everything, tmp_path, options
+) -> None:
     weight, other = options
     assert getattr(adopt(arguments(tmp_path), options).loss_config(), other) == options[other]
     found = [loss_and_gradient(everything, **given) for given in ({weight: 0.0}, options)]
     assert torch.equal(*found)
-    assert not torch.equal(loss_and_gradient(everything), loss_and_gradient(everything, **{other: options[other]}))
+    assert not torch.equal(
+        loss_and_gradient(everything), loss_and_gradient(everything, **{other: options[other]})
+    )

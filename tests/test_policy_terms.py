@@ -66,9 +66,16 @@ def test_rloo_without_others_is_refused() -> None:
 def test_rloo_advantages_reach_the_loss(tmp_path) -> None:
     seen = {}
     for name, options in {"trl": {}, "rloo": dict(advantages="rloo")}.items():
-        trainer = build(tmp_path / name, options=dict(scale_rewards="none", max_steps=1, num_generations=4), alpha_sdpo=0.0, **options)
+        trainer = build(
+            tmp_path / name,
+            options=dict(scale_rewards="none", max_steps=1, num_generations=4),
+            alpha_sdpo=0.0,
+            **options,
+        )
         inner = trainer._policy_loss
-        trainer._policy_loss = lambda model, inputs, inner=inner, name=name: seen.setdefault(name, inputs["advantages"]) is None or inner(model, inputs)
+        trainer._policy_loss = lambda model, inputs, inner=inner, name=name: (
+            seen.setdefault(name, inputs["advantages"]) is None or inner(model, inputs)
+        )
         trainer.train()
     assert torch.allclose(seen["rloo"], seen["trl"] * 4 / 3) and seen["trl"].abs().max() > 0
 
@@ -80,7 +87,9 @@ def test_dppo_is_the_kernels_loss_over_the_tokens_of_the_step(tmp_path, monkeypa
     def watched(new, inputs, mask, args, items):
         loss = inner(new, inputs, mask, args, items)
         old = inputs.get("old_per_token_logps")
-        expected = dppo_loss(new, new.detach() if old is None else old, inputs["advantages"], mask, denominator=mask.sum()).loss
+        expected = dppo_loss(
+            new, new.detach() if old is None else old, inputs["advantages"], mask, denominator=mask.sum()
+        ).loss
         seen.append((loss.item(), expected.item()))
         return loss
 

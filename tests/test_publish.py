@@ -14,7 +14,13 @@ from composer_nb.traces import DPOPair
 
 
 def folder(path, text="a.py", complete=True):
-    pair = DPOPair(state_messages=[{"role": "user", "content": "Which file?"}], chosen=text, rejected="b.py", n_teachers_agreeing=2, state_id="s/0")
+    pair = DPOPair(
+        state_messages=[{"role": "user", "content": "Which file?"}],
+        chosen=text,
+        rejected="b.py",
+        n_teachers_agreeing=2,
+        state_id="s/0",
+    )
     write_dataset(preference_dataset([pair]), path)
     card = path / "README.md"
     assert UNFINISHED in " ".join(card.read_text().split())
@@ -48,17 +54,38 @@ def test_what_is_pushed_can_be_loaded(hub, tmp_path):
 
 def test_other_files_of_the_folder_stay(hub, tmp_path):
     place = folder(tmp_path)
-    write_dataset(preference_dataset([DPOPair(state_messages=[{"role": "user", "content": "x"}], chosen="a", rejected="b", n_teachers_agreeing=2, state_id="s")]), place)
+    write_dataset(
+        preference_dataset(
+            [
+                DPOPair(
+                    state_messages=[{"role": "user", "content": "x"}],
+                    chosen="a",
+                    rejected="b",
+                    n_teachers_agreeing=2,
+                    state_id="s",
+                )
+            ]
+        ),
+        place,
+    )
     (place / "README.md").write_text("complete")
     (place / "notes.txt").write_text("mine")
     assert (place / "README.md.before").exists() and push(place, "me/pairs")[0] == 0
     assert set(hub.files["me/pairs"]) == {"pairs.parquet", "README.md"}
 
 
-@pytest.mark.parametrize("text, said", [("mail jane.roe@corp.de", "e-mail"), ("key AKIAIOSFODNN7EXAMPLQ", "row 1")])
+@pytest.mark.parametrize(
+    "text, said", [("mail jane.roe@corp.de", "e-mail"), ("key AKIAIOSFODNN7EXAMPLQ", "row 1")]
+)
 def test_a_row_that_redaction_would_change_does_not_leave(hub, tmp_path, text, said):
     code, _, why = push(folder(tmp_path, text), "me/pairs")
-    assert code == 1 and "what redaction replaces" in why and said in why.lower() and not hub.asked and why.count("\n") == 1
+    assert (
+        code == 1
+        and "what redaction replaces" in why
+        and said in why.lower()
+        and not hub.asked
+        and why.count("\n") == 1
+    )
 
 
 def test_personal_data_may_be_let_through_and_secrets_may_not(hub, tmp_path):
@@ -77,7 +104,12 @@ def test_refusals_are_one_line_and_send_nothing(hub, tmp_path, monkeypatch):
     assert not hub.asked and not hub.files
     monkeypatch.setenv("HF_TOKEN", "hf_somebody_elses_0123456789")
     code, _, why = push(place, "me/pairs")
-    assert code == 1 and "refused 'me/pairs': HTTP 401" in why and why.count("\n") == 1 and "hf_somebody" not in why
+    assert (
+        code == 1
+        and "refused 'me/pairs': HTTP 401" in why
+        and why.count("\n") == 1
+        and "hf_somebody" not in why
+    )
     assert not hub.files
 
 

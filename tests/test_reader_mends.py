@@ -10,7 +10,11 @@ from composer_nb.traces.ingester import split_thought
 
 
 def states_of(tmp_path, lines, name="log.jsonl", **more):
-    text = lines if isinstance(lines, str) else "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    text = (
+        lines
+        if isinstance(lines, str)
+        else "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     (tmp_path / name).write_text(text, encoding="utf-8")
     return list(ingest(tmp_path / name, **more))
 
@@ -53,8 +57,18 @@ META = {"type": "session_meta", "payload": {"id": "s", "cwd": "/a"}}
     "type": "function_call_output", "call_id": "c1", "output": None}}])  # fmt: skip
 def test_a_result_that_cannot_be_read_ends_its_turn(tmp_path, lost):
     """Else the next call, chosen after the result was seen, would join the turn before it."""
-    calls = [item("function_call", call_id=f"c{n}", name="shell", arguments=json.dumps({"n": n})) for n in (1, 2)]
-    lines = [META, asked("fix it"), calls[0], lost, calls[1], item("function_call_output", call_id="c2", output="ok"), told("Done.")]
+    calls = [
+        item("function_call", call_id=f"c{n}", name="shell", arguments=json.dumps({"n": n})) for n in (1, 2)
+    ]
+    lines = [
+        META,
+        asked("fix it"),
+        calls[0],
+        lost,
+        calls[1],
+        item("function_call_output", call_id="c2", output="ok"),
+        told("Done."),
+    ]
     states = states_of(tmp_path, lines)
     assert [[call.id for call in state.student_action.tool_calls] for state in states] == [["c1"], ["c2"], []]
     assert seen(states[1])[-1] == ("tool", "aborted")
@@ -74,15 +88,35 @@ def test_a_prompt_that_begins_with_a_tag_is_a_prompt(tmp_path):
 
 def test_paths_and_questions_are_no_commands_to_the_program(tmp_path):
     def says(kind, text, n):
-        return {"id": f"m{n}", "timestamp": "2026-01-01T00:00:00Z", "type": kind, "content": text, **({"model": "gemini-x"} if kind == "gemini" else {})}
+        return {
+            "id": f"m{n}",
+            "timestamp": "2026-01-01T00:00:00Z",
+            "type": kind,
+            "content": text,
+            **({"model": "gemini-x"} if kind == "gemini" else {}),
+        }
 
-    texts = ["/srv/app/main.py crashes", "Fixed.", "? why was it", "Because.", "/help", "/chat save a", "?", "and now", "Yes."]
+    texts = [
+        "/srv/app/main.py crashes",
+        "Fixed.",
+        "? why was it",
+        "Because.",
+        "/help",
+        "/chat save a",
+        "?",
+        "and now",
+        "Yes.",
+    ]
     kinds = ["user", "gemini", "user", "gemini", "user", "user", "user", "user", "gemini"]
     record = {"sessionId": "s", "projectHash": "h", "startTime": "2026-01-01T00:00:00Z", "lastUpdated": "2026-01-01T00:00:00Z",
               "messages": [says(kind, text, n) for n, (kind, text) in enumerate(zip(kinds, texts))]}  # fmt: skip
     states = states_of(tmp_path, json.dumps(record), "session.json")
     assert [s.student_action.text for s in states] == ["Fixed.", "Because.", "Yes."]
-    assert [text for role, text in seen(states[-1]) if role == "user"] == ["/srv/app/main.py crashes", "? why was it", "and now"]
+    assert [text for role, text in seen(states[-1]) if role == "user"] == [
+        "/srv/app/main.py crashes",
+        "? why was it",
+        "and now",
+    ]
 
 
 def test_a_result_of_a_call_that_is_not_read_stays_in_sight(tmp_path):
@@ -99,8 +133,20 @@ def test_a_result_of_a_call_that_is_not_read_stays_in_sight(tmp_path):
 def claude(*records):
     lines, parent = [], None
     for n, (kind, content, id) in enumerate(records):
-        message = {"role": kind, "content": content} | ({"id": id, "model": "claude-x"} if kind == "assistant" else {})
-        lines.append({"type": kind, "uuid": f"u{n}", "parentUuid": parent, "sessionId": "s", "cwd": "/a", "version": "2", "message": message})
+        message = {"role": kind, "content": content} | (
+            {"id": id, "model": "claude-x"} if kind == "assistant" else {}
+        )
+        lines.append(
+            {
+                "type": kind,
+                "uuid": f"u{n}",
+                "parentUuid": parent,
+                "sessionId": "s",
+                "cwd": "/a",
+                "version": "2",
+                "message": message,
+            }
+        )
         parent = f"u{n}"
     return lines
 
@@ -144,7 +190,10 @@ def test_where_a_thought_ends(text, thought, rest):
 
 
 def test_calls_without_ids_keep_their_results(tmp_path):
-    calls = [{"tool_call_id": id, "function_name": "sh", "arguments": {"command": c}} for id, c in ((None, "ls"), ("", "pwd"))]
+    calls = [
+        {"tool_call_id": id, "function_name": "sh", "arguments": {"command": c}}
+        for id, c in ((None, "ls"), ("", "pwd"))
+    ]
     agent = {"step_id": 2, "source": "agent", "message": "", "tool_calls": calls,
              "observation": {"results": [{"content": "a.py"}, {"content": "/a"}]}}  # fmt: skip
     record = {"schema_version": "ATIF-v1.4", "session_id": "s", "agent": {"name": "x", "version": "1", "model_name": "m"}, "steps": [
@@ -168,6 +217,14 @@ def test_code_that_names_a_secret_is_none(code):
     assert Redactor().text(code) == code
 
 
-@pytest.mark.parametrize("text", ["SECRET_KEY = 'users_v2x9'", "API_KEY='tenant-id-v1'", "password = hunter2.2024x", "token: uint256abcd99"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SECRET_KEY = 'users_v2x9'",
+        "API_KEY='tenant-id-v1'",
+        "password = hunter2.2024x",
+        "token: uint256abcd99",
+    ],
+)
 def test_what_looks_a_little_like_code_is_one(text):
     assert "SECRET" in Redactor().text(text).split("=" if "=" in text else ":")[1]

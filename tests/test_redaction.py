@@ -785,7 +785,9 @@ def test_assigned_values_are_read_once():
     assert len(list(assigned_spans("password=" * 3 + "a1b2c3d4"))) == 1
 
 
-@pytest.mark.parametrize("folder", ["-Users-jdoe-work", "-home-jdoe-proj", "C--Users-jdoe-work", "/home/jdoe/work"])
+@pytest.mark.parametrize(
+    "folder", ["-Users-jdoe-work", "-home-jdoe-proj", "C--Users-jdoe-work", "/home/jdoe/work"]
+)
 def test_a_user_in_the_name_of_a_state_does_not_leave(folder):
     """Folders of Claude Code are named after paths; read from such a folder, a state is named after it."""
     asked = [{"role": "user", "content": "ask jdoe, set --home-dir, -home-page"}]

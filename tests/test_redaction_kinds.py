@@ -39,7 +39,11 @@ def outcome(row) -> re.Pattern[str]:
 
 
 def state_with(**changes) -> TraceState:
-    fields = {"state_id": "s/1", "messages": [{"role": "user", "content": "hi"}], "student_action": Action("ok")}
+    fields = {
+        "state_id": "s/1",
+        "messages": [{"role": "user", "content": "hi"}],
+        "student_action": Action("ok"),
+    }
     return TraceState(**fields | changes)
 
 
@@ -173,11 +177,20 @@ def test_a_number_under_a_telling_key_goes_and_json_stays_json(key, digits):
     value = {"rows": [{key: int(digits), "n": 12, "at": 1764012345678}], "of": 4.5}
     clean = {"rows": [{key: "<PERSONAL_1>", "n": 12, "at": 1764012345678}], "of": 4.5}
     assert Redactor().value(value) == clean
-    for text in (json.dumps(value), json.dumps(value, indent=1), json.dumps(value).replace(digits, f"{digits}.0")):
+    for text in (
+        json.dumps(value),
+        json.dumps(value, indent=1),
+        json.dumps(value).replace(digits, f"{digits}.0"),
+    ):
         assert json.loads(Redactor().text(text)) == clean
     lines = f"{json.dumps(value)}\n{json.dumps({'id': int(digits)})}\n"
-    assert [json.loads(line) for line in Redactor().text(lines).splitlines()] == [clean, {"id": "<PERSONAL_1>"}]
-    state = Redactor().state(state_with(student_action=Action("", (ToolCall("pay", {key: int(digits)}, "c1"),))))
+    assert [json.loads(line) for line in Redactor().text(lines).splitlines()] == [
+        clean,
+        {"id": "<PERSONAL_1>"},
+    ]
+    state = Redactor().state(
+        state_with(student_action=Action("", (ToolCall("pay", {key: int(digits)}, "c1"),)))
+    )
     assert state.student_action.tool_calls[0].arguments == {key: "<PERSONAL_1>"}
     with pytest.raises(NotCleanError, match="left at rows"):
         assert_clean(value)
@@ -188,18 +201,28 @@ def test_a_number_under_a_telling_key_goes_and_json_stays_json(key, digits):
 @pytest.mark.parametrize("quote", ["", '"'])
 @pytest.mark.parametrize(("key", "digits"), TOLD)
 def test_a_column_with_a_telling_name_goes_and_the_table_stays_one(key, digits, mark, quote):
-    rows = [["", key, "note"], *[[str(i), str(1000 + i), f'"a{mark} b"'] for i in range(40)], ["40", digits, digits]]
+    rows = [
+        ["", key, "note"],
+        *[[str(i), str(1000 + i), f'"a{mark} b"'] for i in range(40)],
+        ["40", digits, digits],
+    ]
     cells = [rows[0]] + [[i, f"{quote}{told}{quote}", note] for i, told, note in rows[1:]]
     text = "".join(mark.join(row) + "\r\n" for row in cells)
     found = list(csv.reader(io.StringIO(in_text(text), newline=""), delimiter=mark))
-    assert found == [[c.strip('"') for c in row] for row in rows[:-1]] + [["40", "<PERSONAL_1>", "<PERSONAL_1>"]]
+    assert found == [[c.strip('"') for c in row] for row in rows[:-1]] + [
+        ["40", "<PERSONAL_1>", "<PERSONAL_1>"]
+    ]
     assert in_text(FILLER + text.replace("\r\n", "\n") + "\n" + FILLER).count("<PERSONAL_1>") == 2
 
 
 def test_zeros_that_a_number_lost_are_put_back():
     bsn = next(n for n in range(10_000_000, 99_999_999) if personal.is_dutch(f"{n:09d}"))
     cpf = next(n for n in range(1_000_000_000, 9_999_999_999) if personal.is_brazilian(f"{n:011d}"))
-    assert Redactor().value({"bsn": bsn, "cpf": cpf, "n": bsn + 1}) == {"bsn": "<PERSONAL_1>", "cpf": "<PERSONAL_2>", "n": bsn + 1}
+    assert Redactor().value({"bsn": bsn, "cpf": cpf, "n": bsn + 1}) == {
+        "bsn": "<PERSONAL_1>",
+        "cpf": "<PERSONAL_2>",
+        "n": bsn + 1,
+    }
 
 
 def test_counts_of_telephones_are_no_numbers_of_them():
@@ -216,7 +239,14 @@ def test_what_is_left_out_stays_a_number():
     value = {"phone": 4930901820, "card": 4111111111111111}
     assert Redactor(personal=False).value(value) == value == Redactor(personal=["IBAN"]).value(value)
     assert Redactor(personal=["phone number"]).value(value) == {**value, "phone": "<PERSONAL_1>"}
-    nothing = {"a": True, "b": None, "c": 1e300, "d": float("inf"), "e": -4111111111111111, "card": 4111111111111111.5}
+    nothing = {
+        "a": True,
+        "b": None,
+        "c": 1e300,
+        "d": float("inf"),
+        "e": -4111111111111111,
+        "card": 4111111111111111.5,
+    }
     assert Redactor().value(nothing) == nothing
 
 
@@ -261,15 +291,24 @@ def test_a_table_with_open_quotes_takes_time_like_its_length():
         return time.perf_counter() - since
 
     seconds(500)
-    assert seconds(16_000) < 40 * max(seconds(2_000), 0.01), "eight times the length, five times as much allowed"
+    assert seconds(16_000) < 40 * max(seconds(2_000), 0.01), (
+        "eight times the length, five times as much allowed"
+    )
 
 
 def test_ordinary_columns_stay_as_they_are():
     rng, lines = random.Random(1), [",".join(ORDINARY_KEYS)]
-    lines += [",".join(str(rng.randrange(10 ** (n := rng.randrange(6, 19)), 10 ** (n + 1))) for _ in ORDINARY_KEYS) for _ in range(800)]
+    lines += [
+        ",".join(str(rng.randrange(10 ** (n := rng.randrange(6, 19)), 10 ** (n + 1))) for _ in ORDINARY_KEYS)
+        for _ in range(800)
+    ]
     table = "\n".join(lines)
     found = [row.split(",") for row in in_text(table).splitlines()]
-    changed = sum(a != b for new, old in zip(found, lines, strict=True) for a, b in zip(new, old.split(","), strict=True))
+    changed = sum(
+        a != b
+        for new, old in zip(found, lines, strict=True)
+        for a, b in zip(new, old.split(","), strict=True)
+    )
     assert changed / (800 * len(ORDINARY_KEYS)) < 0.001, changed
 
 
@@ -286,7 +325,10 @@ def test_the_numbers_of_this_repository_stay():
 
 def test_the_family_and_each_kind_can_be_left_out():
     rows = [row for row in ROWS if row.family == "personal"]
-    alone = {kind: sum(bool(Redactor(personal=[kind]).text(row.text) != row.text) for row in rows) for kind in KINDS}
+    alone = {
+        kind: sum(bool(Redactor(personal=[kind]).text(row.text) != row.text) for row in rows)
+        for kind in KINDS
+    }
     assert min(alone.values()) >= 1 and sum(alone.values()) == len(rows)
     for row in rows:
         assert Redactor(personal=False).text(row.text) == row.text == Redactor(personal=[]).text(row.text)
@@ -349,9 +391,16 @@ def ordinary(size: int) -> list[str]:
     rng, folder = random.Random(0), Path(sysconfig.get_path("stdlib"))
     packages = Path(sysconfig.get_path("purelib"))
     texts = [
-        "\n".join(f"{uuid.UUID(int=rng.getrandbits(128))} {rng.getrandbits(160):040x}" for _ in range(size // 800)),
-        "\n".join(f'"integrity": "sha512-{base64.b64encode(rng.randbytes(64)).decode()}"' for _ in range(size // 1200)),
-        "\n".join(f"p==1.{i} --hash=sha256:{sha256(rng.randbytes(8)).hexdigest()}" for i in range(size // 900)),
+        "\n".join(
+            f"{uuid.UUID(int=rng.getrandbits(128))} {rng.getrandbits(160):040x}" for _ in range(size // 800)
+        ),
+        "\n".join(
+            f'"integrity": "sha512-{base64.b64encode(rng.randbytes(64)).decode()}"'
+            for _ in range(size // 1200)
+        ),
+        "\n".join(
+            f"p==1.{i} --hash=sha256:{sha256(rng.randbytes(8)).hexdigest()}" for i in range(size // 900)
+        ),
         base64.encodebytes(rng.randbytes(size // 14)).decode(),
         base64.b64encode(rng.randbytes(size // 14)).decode(),
     ]
@@ -370,7 +419,8 @@ def ordinary(size: int) -> list[str]:
 def touched(redactor: Redactor, texts: list[str]) -> float:
     """The share of characters that the detectors would replace."""
     counts = [
-        len({at for d in redactor.detectors for span in d(text) for at in range(span.start, span.end)}) for text in texts
+        len({at for d in redactor.detectors for span in d(text) for at in range(span.start, span.end)})
+        for text in texts
     ]
     return sum(counts) / sum(map(len, texts))
 

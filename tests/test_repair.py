@@ -26,7 +26,9 @@ def written(path, draw: random.Random, count: int) -> dict[str, str]:
             how = draw.choice(("reply", "reply", "release", "settle", "open"))
             if how == "reply":
                 answers[asked.key] = str(i)
-                ledger.reply_sync(TeacherReply(asked.key, "rule", Action(str(i)), cost_usd=draw.choice((None, 0.005))))
+                ledger.reply_sync(
+                    TeacherReply(asked.key, "rule", Action(str(i)), cost_usd=draw.choice((None, 0.005)))
+                )
             elif how == "release":
                 ledger.release_sync(asked)
             elif how == "settle":
@@ -43,17 +45,31 @@ def test_intact_lines_stay_and_commitments_do_not_fall(tmp_path_factory, seed, c
     lines = path.read_bytes().splitlines(keepends=True)
     struck = set(draw.sample(range(1, len(lines)), min(hits, len(lines) - 1)))
     for i in struck:
-        number = lines[i].find(b'"reserved_usd"')  # what a line reserved is the one thing that cannot be guessed
-        place = draw.choice([p for p in range(8, len(lines[i]) - 1) if number < 0 or not number - 1 <= p < number + 22])
+        number = lines[i].find(
+            b'"reserved_usd"'
+        )  # what a line reserved is the one thing that cannot be guessed
+        place = draw.choice(
+            [p for p in range(8, len(lines[i]) - 1) if number < 0 or not number - 1 <= p < number + 22]
+        )
         lines[i] = lines[i][:place] + bytes([lines[i][place] ^ 1]) + lines[i][place + 1 :]
     damaged = [line for i, line in enumerate(lines) if i in struck]
     path.write_bytes(b"".join(lines))
     done = repair_ledger(path)
     assert done.damaged >= len(struck) and done.kept == len(lines) - 1 - len(struck)
-    kept = {key for key in answers if any(key.encode() in line and b'"kind":"reply"' in line for i, line in enumerate(lines) if i not in struck)}
+    kept = {
+        key
+        for key in answers
+        if any(
+            key.encode() in line and b'"kind":"reply"' in line
+            for i, line in enumerate(lines)
+            if i not in struck
+        )
+    }
     with Ledger(path) as ledger:
         assert {key: ledger.known(key).action.text for key in kept} == {key: answers[key] for key in kept}
-        assert ledger.committed_usd >= before - 0.005 * len(struck)  # a bill over a reservation of 0 may be what was lost
+        assert ledger.committed_usd >= before - 0.005 * len(
+            struck
+        )  # a bill over a reservation of 0 may be what was lost
     aside = path.with_name("replay.jsonl.damaged").read_bytes()
     assert all(piece in aside for line in damaged for piece in line.split(b"\n") if piece)
     assert repair_ledger(path).damaged == 0

@@ -172,7 +172,9 @@ def test_progress_counts_every_reply(path: Path, capsys: pytest.CaptureFixture) 
 # --- one teacher's trouble is its own -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status, counted", [(401, 0.0), (404, 0.0), (None, 0.0), (307, 0.0), (200, 0.5), (500, 0.5)])
+@pytest.mark.parametrize(
+    "status, counted", [(401, 0.0), (404, 0.0), (None, 0.0), (307, 0.0), (200, 0.5), (500, 0.5)]
+)
 def test_a_stopped_teacher_is_not_asked_again_and_the_others_go_on(
     path: Path, status: int | None, counted: float
 ) -> None:
@@ -336,10 +338,16 @@ def test_paid_teachers_need_a_file_and_a_price(path: Path) -> None:
     assert go(states(3), [free]).calls == 3
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ({"teachers": []}, "at least one teacher"), ({"teachers": [Rule("a"), Rule("a")]}, "a came more than once"),
-    ({"concurrency": 0}, "concurrency is 0"), ({"max_total_usd": float("nan")}, "nan"), ({"max_total_usd": -1.0}, "-1.0"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"teachers": []}, "at least one teacher"),
+        ({"teachers": [Rule("a"), Rule("a")]}, "a came more than once"),
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"max_total_usd": float("nan")}, "nan"),
+        ({"max_total_usd": -1.0}, "-1.0"),
+    ],
+)
 def test_arguments_that_make_no_sense(path: Path, wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         go(**{"states": states(1), "teachers": [Rule("a")], "ledger": path} | wrong)
@@ -691,7 +699,15 @@ def test_value_form_without_an_estimate_prices_the_signs(path: Path) -> None:
         assert out.decisions["s/0"].pursue == pursue
 
 
-@pytest.mark.parametrize("wrong", [{"weight_usd": -1.0}, {"margin": float("nan")}, {"entropy_above": -0.1}, {"p_disagree": lambda s, r: 0.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight_usd": -1.0},
+        {"margin": float("nan")},
+        {"entropy_above": -0.1},
+        {"p_disagree": lambda s, r: 0.5},
+    ],
+)
 def test_gates_that_make_no_sense(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         VOIGate(**wrong)
@@ -777,7 +793,11 @@ def test_equal_questions_at_the_same_time_are_paid_once(path: Path) -> None:
         budget = Budget(1.0)
         ask, request = ledgered_reply(teacher, ledger, budget), teacher.request(states(1)[0])
         failed = asyncio.run(eight(ask, request))
-        assert all(isinstance(one, TeacherStop) for one in failed) and teacher.calls == 1 and budget.spent_usd == 0
+        assert (
+            all(isinstance(one, TeacherStop) for one in failed)
+            and teacher.calls == 1
+            and budget.spent_usd == 0
+        )
         found = asyncio.run(eight(ask, request))
         assert teacher.calls == 2 and len({reply.key for reply in found}) == 1
         assert budget.spent_usd == ledger.spent_usd == 0.125 and not ledger.open_requests

@@ -70,25 +70,50 @@ def test_from_a_folder_to_a_data_set(tmp_path, server):
     code, said, _ = replay("estimate", plan)
     assert code == 0 and "6 states: 18 calls to make" in said
     code, said, _ = replay("run", plan)
-    assert code == 3 and "Add --pay" in said and not server.requests() and not (tmp_path / "replies.jsonl").exists()
+    assert (
+        code == 3
+        and "Add --pay" in said
+        and not server.requests()
+        and not (tmp_path / "replies.jsonl").exists()
+    )
     assert replay("run", plan, "--pay")[0] == 0 and server.requests().total() == 18
     assert replay("run", plan)[0] == 0 and server.requests().total() == 18  # nothing left to ask: no --pay
     code, said, _ = replay("status", plan)
-    assert code == 0 and "tool: 6 questions, 6 actions, 0 skipped, 0 no reply" in said and "0.0000 reserved" in said
+    assert (
+        code == 0
+        and "tool: 6 questions, 6 actions, 0 skipped, 0 no reply" in said
+        and "0.0000 reserved" in said
+    )
     code, said, _ = replay("pairs", plan)
     assert code == 0 and "threshold 2: 3 pair, 3 unlike <- this plan" in said
     assert [p.n_teachers_agreeing for p in load_pairs(tmp_path / "pairs.jsonl")] == [2, 2, 2]
     code, said, _ = replay("export", plan, "--out", tmp_path / "data")
-    rows = load_dataset("parquet", data_files=str(tmp_path / "data" / "pairs.parquet"), split="train", cache_dir=str(tmp_path / "c"))
-    assert code == 0 and len(rows) == 3 and rows[0]["rejected"][0]["tool_calls"][0]["function"]["arguments"] == {"path": "b.py"}
-    assert json.loads(rows[0]["tools"])[0]["function"]["name"] == "read_file"  # inferred from the session's calls
+    rows = load_dataset(
+        "parquet",
+        data_files=str(tmp_path / "data" / "pairs.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "c"),
+    )
+    assert (
+        code == 0
+        and len(rows) == 3
+        and rows[0]["rejected"][0]["tool_calls"][0]["function"]["arguments"] == {"path": "b.py"}
+    )
+    assert (
+        json.loads(rows[0]["tools"])[0]["function"]["name"] == "read_file"
+    )  # inferred from the session's calls
 
 
 def test_pairs_for_a_student_are_texts(tmp_path, server):
     plan = folder_of(tmp_path, server.base_url, 1, student="smollm2-135m")
     assert replay("run", plan, "--pay")[0] == 0 and replay("pairs", plan)[0] == 0
     assert replay("export", plan, "--out", tmp_path / "data")[0] == 0
-    rows = load_dataset("parquet", data_files=str(tmp_path / "data" / "pairs.parquet"), split="train", cache_dir=str(tmp_path / "c"))
+    rows = load_dataset(
+        "parquet",
+        data_files=str(tmp_path / "data" / "pairs.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "c"),
+    )
     assert "tools" not in rows.column_names and "<tool_call>" in rows[0]["chosen"][0]["content"]
 
 
@@ -118,7 +143,9 @@ def test_the_command_line_imports_no_torch(tmp_path, server):
         ("replay", "repair", tmp_path / "replies.jsonl"),
     ]  # fmt: skip
     words = [list(map(str, one)) for one in said]
-    done = subprocess.run([sys.executable, "-c", COMMANDS_TOLD, json.dumps(words)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS_TOLD, json.dumps(words)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = dict(line.rsplit(" [", 1) for line in done.stdout.splitlines())
     assert len(found) == len(words) and set(found.values()) == {"]"}, done.stdout
@@ -154,10 +181,14 @@ def test_open_calls_are_listed_and_settled(tmp_path, server):
             ledger.request_sync(TeacherRequest(name, name, ({"role": "user", "content": "x"},)), 0.25, "s")
         keys = [one.key for one in ledger.open_requests]
     code, said, _ = replay("status", plan)
-    assert code == 0 and "0.5000 reserved" in said and f"{keys[0][:16]} tool s: 0.2500 USD, open for 0 s" in said
+    assert (
+        code == 0 and "0.5000 reserved" in said and f"{keys[0][:16]} tool s: 0.2500 USD, open for 0 s" in said
+    )
     code, _, why = replay("settle", tmp_path / "replies.jsonl", "f0f0", "--usd", "0")
     assert code == 1 and "names 0 open calls" in why
-    code, said, _ = replay("settle", tmp_path / "replies.jsonl", keys[0][:16], "--usd", "0.01", "--why", "as billed")
+    code, said, _ = replay(
+        "settle", tmp_path / "replies.jsonl", keys[0][:16], "--usd", "0.01", "--why", "as billed"
+    )
     assert code == 0 and "0.2500 reserved" in said
     code, _, why = replay("settle", tmp_path / "replies.jsonl", keys[1], "--usd", "-1")
     assert code == 1 and "negative" in why
@@ -173,8 +204,13 @@ def test_a_damaged_ledger_is_repaired(tmp_path, server):
     reply = next(line for line in whole if b'"kind":"reply"' in line)
     key = reply.split(b'"key":"')[1][:64]
     came = next(line for line in whole if b'"kind":"received"' in line and key in line)
-    for damaged, asked in (([reply], 6), ([reply, came], 7)):  # what came can be read again; without it, one is asked again
-        path.write_bytes(b"\n".join(line.replace(b'"kind"', b'"kine"') if line in damaged else line for line in whole))
+    for damaged, asked in (
+        ([reply], 6),
+        ([reply, came], 7),
+    ):  # what came can be read again; without it, one is asked again
+        path.write_bytes(
+            b"\n".join(line.replace(b'"kind"', b'"kine"') if line in damaged else line for line in whole)
+        )
         code, _, why = replay("run", plan, "--pay")
         assert code == 1 and "composer-nb replay repair" in why
         code, said, _ = replay("repair", path)
@@ -189,11 +225,17 @@ def test_errors_are_one_line_and_no_trace(tmp_path):
         ("status", tmp_path / "none.yaml"), ("repair", tmp_path / "none.jsonl"),
     ):  # fmt: skip
         code, _, why = replay(*words)
-        assert code == 1 and why.splitlines()[-1].startswith(f"composer-nb replay {words[0]}: ") and "none" in why
+        assert (
+            code == 1
+            and why.splitlines()[-1].startswith(f"composer-nb replay {words[0]}: ")
+            and "none" in why
+        )
     (tmp_path / "a.jsonl").write_text(json.dumps(session(0)) + "\n{\n")
     code, said, _ = replay("ingest", tmp_path / "a.jsonl", "--out", tmp_path / "states.jsonl")
     assert code == 3 and "1 bad lines" in said and "states.jsonl: 2 states" in said
-    code, said, _ = replay("ingest", tmp_path / "a.jsonl", "--out", tmp_path / "errors.jsonl", "--errors-only")
+    code, said, _ = replay(
+        "ingest", tmp_path / "a.jsonl", "--out", tmp_path / "errors.jsonl", "--errors-only"
+    )
     assert "errors.jsonl: 1 states" in said
     code, _, why = replay("redact", tmp_path / "states.jsonl", "--out", tmp_path / "states.jsonl")
     assert code == 1 and "is the file that is read" in why
@@ -205,7 +247,15 @@ def test_errors_are_one_line_and_no_trace(tmp_path):
 def test_what_is_not_redacted_does_not_leave(tmp_path, server):
     plan = folder_of(tmp_path, server.base_url, 1)
     told = yaml.safe_load(plan.read_text())
-    plan.write_text(yaml.safe_dump(told | {"states": "states.jsonl", "teachers": [{"model": "tool", "base_url": "https://example.invalid/v1"}]}))
+    plan.write_text(
+        yaml.safe_dump(
+            told
+            | {
+                "states": "states.jsonl",
+                "teachers": [{"model": "tool", "base_url": "https://example.invalid/v1"}],
+            }
+        )
+    )
     code, _, why = replay("run", plan, "--pay")
     assert code == 1 and "would leave this machine" in why
 
@@ -247,10 +297,26 @@ def test_a_stopped_run_keeps_what_was_paid_and_goes_on(tmp_path, sign):
     with FaultServer(delay_s=0.4) as server:
         plan = folder_of(tmp_path, server.base_url, 12)
         told = yaml.safe_load(plan.read_text())
-        plan.write_text(yaml.safe_dump(told | {"teachers": [one | {"concurrency": 2} for one in told["teachers"]]}))
-        command = [sys.executable, "-c", "from composer_nb.cli import main; main()", "replay", "run", str(plan), "--pay"]
+        plan.write_text(
+            yaml.safe_dump(told | {"teachers": [one | {"concurrency": 2} for one in told["teachers"]]})
+        )
+        command = [
+            sys.executable,
+            "-c",
+            "from composer_nb.cli import main; main()",
+            "replay",
+            "run",
+            str(plan),
+            "--pay",
+        ]
         own = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
-        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, preexec_fn=own)
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=own,
+        )
         end = time.monotonic() + 120
         while server.billed().total() < 4 and time.monotonic() < end and process.poll() is None:
             time.sleep(0.02)
@@ -303,7 +369,22 @@ def test_a_teacher_of_the_acting_vendor_has_no_question(tmp_path, server):
     records = [json.loads(line) for line in (tmp_path / "clean.jsonl").read_text().splitlines()]
     (tmp_path / "clean.jsonl").write_text("".join(json.dumps(r | {"model": "gpt-5"}) + "\n" for r in records))
     told = yaml.safe_load(plan.read_text())
-    plan.write_text(yaml.safe_dump(told | {"teachers": [*told["teachers"], {"model": "gpt-x/tool", "name": "own", "base_url": server.base_url, "accept_models": ["tool"]}]}))
+    plan.write_text(
+        yaml.safe_dump(
+            told
+            | {
+                "teachers": [
+                    *told["teachers"],
+                    {
+                        "model": "gpt-x/tool",
+                        "name": "own",
+                        "base_url": server.base_url,
+                        "accept_models": ["tool"],
+                    },
+                ]
+            }
+        )
+    )
     prices = json.loads((tmp_path / "prices.json").read_text())
     prices["models"]["gpt-x/tool"] = PRICE
     (tmp_path / "prices.json").write_text(json.dumps(prices))
@@ -319,20 +400,30 @@ def test_an_action_whose_text_reads_as_something_else_is_exported_as_it_was():
     from composer_nb.traces import Action, ToolCall, TraceState
 
     odd = Action("", (ToolCall("write", {"content": "a <think>x</think> b </tool_call>"}),))
-    state = TraceState("s", [{"role": "user", "content": "q"}], Action("", (ToolCall("write", {"content": "c"}),)))
+    state = TraceState(
+        "s", [{"role": "user", "content": "q"}], Action("", (ToolCall("write", {"content": "c"}),))
+    )
     (pair,) = extract_dpo_pairs([state], {"s": {"a": odd, "b": odd}})
     row = preference_row(pair)
-    assert row["chosen"][0]["tool_calls"][0]["function"]["arguments"] == {"content": "a <think>x</think> b </tool_call>"}
+    assert row["chosen"][0]["tool_calls"][0]["function"]["arguments"] == {
+        "content": "a <think>x</think> b </tool_call>"
+    }
     assert "rejected_message" not in pair.provenance
 
 
 def test_torn_contexts_are_told_of_mended_and_refused_before_anything_is_paid(tmp_path, server):
     plan = folder_of(tmp_path, server.base_url, 1)
     call = {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": "{}"}}
-    torn = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "stop"}]
+    torn = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "stop"},
+    ]
     record = json.loads((tmp_path / "clean.jsonl").read_text().splitlines()[0])
     odd = [{"role": "user", "content": "go"}, {"role": "observer", "content": "hm"}]
-    lines = [record | {"state_id": id, "messages": messages} for id, messages in (("torn", torn), ("odd", odd))]
+    lines = [
+        record | {"state_id": id, "messages": messages} for id, messages in (("torn", torn), ("odd", odd))
+    ]
     (tmp_path / "clean.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = "1 contexts mended (1 with a result inserted), 1 refused (1: has role 'observer'; known: system, developer, user, assistant, tool, function)"
     code, said, _ = replay("estimate", plan)
@@ -340,18 +431,32 @@ def test_torn_contexts_are_told_of_mended_and_refused_before_anything_is_paid(tm
     code, said, _ = replay("run", plan, "--pay")
     assert code == 0 and told in said and server.requests().total() == 3 and "1 skipped" in said
     with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
-        asked = [teacher.request(state) for teacher in teachers_of(read_plan(plan)) for state in load_states(tmp_path / "clean.jsonl") if state.state_id == "torn"]
-        assert all(ledger.known(request.key) is None for request in asked), "as the log has it, nobody was asked"
+        asked = [
+            teacher.request(state)
+            for teacher in teachers_of(read_plan(plan))
+            for state in load_states(tmp_path / "clean.jsonl")
+            if state.state_id == "torn"
+        ]
+        assert all(ledger.known(request.key) is None for request in asked), (
+            "as the log has it, nobody was asked"
+        )
     assert "tool: 1 questions, 1 actions, 0 skipped, 0 no reply" in replay("status", plan)[1]
     assert replay("pairs", plan)[0] == 0
     (pair,) = load_pairs(tmp_path / "pairs.jsonl")
-    assert [m["role"] for m in pair.state_messages] == ["user", "assistant", "tool", "user"] and pair.state_messages[2]["content"] == "aborted"
+    assert [m["role"] for m in pair.state_messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "user",
+    ] and pair.state_messages[2]["content"] == "aborted"
 
 
 def test_personal_data_stays_where_it_is_asked_to(tmp_path):
     """What `redact` was told to leave, `run` sends only if the plan says the same."""
     said = "call +49 30 901820 about card 4111 1111 1111 1111, key AKIAIOSFODNN7EXAMPLQ"
-    save_states([TraceState("s/0", [{"role": "user", "content": said}], Action("x"))], tmp_path / "states.jsonl")
+    save_states(
+        [TraceState("s/0", [{"role": "user", "content": said}], Action("x"))], tmp_path / "states.jsonl"
+    )
 
     def redacted(*words):
         assert replay("redact", tmp_path / "states.jsonl", "--out", tmp_path / "clean.jsonl", *words)[0] == 0
@@ -368,7 +473,12 @@ def test_personal_data_stays_where_it_is_asked_to(tmp_path):
     prices = {"date": "d", "source": "s", "models": {"v/m": PRICE}}
     (tmp_path / "prices.json").write_text(json.dumps(prices))
     plan = {"states": "clean.jsonl", "teachers": [teacher], "ceiling_usd": 1, "prices": "prices.json"}
-    for told, wanted in (({}, 1), ({"personal": False}, 0), ({"personal": ["phone number"]}, 0), ({"personal": ["payment card"]}, 1)):
+    for told, wanted in (
+        ({}, 1),
+        ({"personal": False}, 0),
+        ({"personal": ["phone number"]}, 0),
+        ({"personal": ["payment card"]}, 1),
+    ):
         (tmp_path / "p.yaml").write_text(json.dumps(plan | told))
         assert replay("estimate", tmp_path / "p.yaml")[0] == wanted, told
     (tmp_path / "p.yaml").write_text(json.dumps(plan | {"personal": ["shoe size"]}))

@@ -281,7 +281,8 @@ def test_the_first_fault_that_has_a_hint_is_named():
 
 def sites_of(row, hints):
     return [
-        Site(hint, turn, row.before(turn)[1] if hint else (), compared) for turn, (hint, compared) in hints.items()
+        Site(hint, turn, row.before(turn)[1] if hint else (), compared)
+        for turn, (hint, compared) in hints.items()
     ]
 
 
@@ -303,13 +304,17 @@ def test_each_hint_stands_above_its_turn_and_the_rest_is_as_it_was(template, clo
     plain = text.replace("\n\nHint number zero.", "").replace("\n\nHint number two.", "")
     assert plain == TOKENIZER.decode(row.ids[: row.turns[2][1]])
     alone = align(TOKENIZER, row.rollout("Hint number zero.", 0), **options)
-    assert found.teacher_ids[: len(alone.teacher_ids)] == alone.teacher_ids  # up to its turn, one hint is one hint
+    assert (
+        found.teacher_ids[: len(alone.teacher_ids)] == alone.teacher_ids
+    )  # up to its turn, one hint is one hint
 
 
 def test_a_site_is_read_or_compared_or_both():
     task = next(t for t in FAMILY.tasks("train", 20) if len(t.requests) == 3)
     row = roll_out([FAMILY.episode(task)], TOKENIZER, scripted(["mkdir a", "ls", "pwd"]))[0]
-    elsewhere = align(TOKENIZER, replace(row.rollout(), sites=sites_of(row, {0: ("A hint.", False), 2: ("", True)})))
+    elsewhere = align(
+        TOKENIZER, replace(row.rollout(), sites=sites_of(row, {0: ("A hint.", False), 2: ("", True)}))
+    )
     assert elsewhere.student_idx == list(range(*row.turns[2]))
     assert "A hint." in TOKENIZER.decode(elsewhere.teacher_ids)
     assert len(elsewhere.teacher_ids) > row.turns[2][1]

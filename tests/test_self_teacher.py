@@ -473,5 +473,8 @@ def test_an_average_of_a_16_bit_model_takes_small_steps(dtype):
     assert {value.dtype for value in teacher.average.values()} == {torch.float32}
     with teacher.use() as module:
         assert module is student  # lent, with the average inside
-    gaps = [(teacher.average[name] - p.float()).norm() / p.float().norm() for name, p in student.named_parameters()]
+    gaps = [
+        (teacher.average[name] - p.float()).norm() / p.float().norm()
+        for name, p in student.named_parameters()
+    ]
     assert max(gaps) < 1e-3

@@ -59,7 +59,11 @@ def logits_and_gradient(model, ids, mask, share):
     with sharing_prefixes(model) if share else contextlib.nullcontext() as calls:
         logits = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
     (logits.float().square().mean() + logits[::3].float().logsumexp(-1).mean()).backward()
-    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), calls
+    return (
+        logits.detach(),
+        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+        calls,
+    )
 
 
 @pytest.mark.parametrize("left", [0, 4])
@@ -67,7 +71,9 @@ def test_states_and_gradients_are_those_of_the_plain_pass(model, left):
     ids, mask = batch(left)
     logits, gradient, _ = logits_and_gradient(model, ids, mask, share=False)
     shared, own, calls = logits_and_gradient(model, ids, mask, share=True)
-    assert (shared - logits).norm() < 1e-5 * logits.norm() and (own - gradient).norm() < 1e-5 * gradient.norm()
+    assert (shared - logits).norm() < 1e-5 * logits.norm() and (
+        own - gradient
+    ).norm() < 1e-5 * gradient.norm()
     assert calls.positions < calls.plain_positions or calls.declined
     assert "forward" not in model.base_model.__dict__
 
@@ -95,7 +101,9 @@ def test_a_cache_with_room_samples_the_same_ids(model, monkeypatch, room, how):
     options = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=8, pad_token_id=0, **how)
     found, copies, inner = [], [], shared_body.appended
     monkeypatch.setattr(shared_body, "ROOM", room)
-    monkeypatch.setattr(shared_body, "appended", lambda h, n, r: copies.append(r is (out := inner(h, n, r))[1]) or out)
+    monkeypatch.setattr(
+        shared_body, "appended", lambda h, n, r: copies.append(r is (out := inner(h, n, r))[1]) or out
+    )
     for give in (shared_body.give_room, lambda cache: None):
         monkeypatch.setattr(shared_body, "give_room", give)
         torch.manual_seed(1)
@@ -171,7 +179,9 @@ def test_prompts_that_are_more_than_tokens_are_not_merged():
     model, seen = tiny.model(vocab_size=64), []
     assert why_not(model) == ""  # looked at before its forward is watched
     body, own = model.base_model, model.base_model.forward
-    body.forward = lambda *args, pixel_values=None, **rest: seen.append(len(rest["input_ids"])) or own(*args, **rest)
+    body.forward = lambda *args, pixel_values=None, **rest: (
+        seen.append(len(rest["input_ids"])) or own(*args, **rest)
+    )
     ids = torch.randint(3, 60, (1, 6)).expand(4, -1)
     with torch.no_grad(), sharing_prefixes(model) as calls:
         body(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, pixel_values=torch.randn(4, 3))

@@ -16,7 +16,11 @@ def by(name, value):
     return {"from": name, "value": value}
 
 
-CALL, GAVE, END = by("function_call", '{"name": "ls", "arguments": {"path": "a"}}'), by("observation", "ok"), by("gpt", "end")
+CALL, GAVE, END = (
+    by("function_call", '{"name": "ls", "arguments": {"path": "a"}}'),
+    by("observation", "ok"),
+    by("gpt", "end"),
+)
 TALK = [by("human", "go"), by("gpt", "<think>hm</think>Look."), CALL, GAVE, END]
 
 
@@ -44,33 +48,49 @@ def test_twins_in_the_chat_format(tmp_path):
 def test_several_results_in_one_entry_belong_to_the_calls_in_order(tmp_path):
     two = by("function_call", '[{"name": "a", "arguments": {}}, {"name": "b", "arguments": "{}"}]')
     both = by("tool", "<tool_response>1</tool_response>\n<tool_response>2</tool_response>")
-    states, report = read(tmp_path, [{"conversations": [by("human", "go"), two, both, END]}], ShareGPTIngester)
+    states, report = read(
+        tmp_path, [{"conversations": [by("human", "go"), two, both, END]}], ShareGPTIngester
+    )
     assert [m["content"] for m in states[1].messages] == ["go", "", "1", "2"] and not report.repairs
 
 
 def test_calls_without_results_are_aborted_and_results_without_calls_stand_as_a_users_text(tmp_path):
     talk = [by("human", "go"), GAVE, CALL, by("human", "stop"), END]
     states, report = read(tmp_path, [{"conversations": talk}], ShareGPTIngester)
-    assert [m["content"] for m in states[1].messages] == ["go", "ok", "", "aborted", "stop"] and report.repairs == 1
+    assert [m["content"] for m in states[1].messages] == [
+        "go",
+        "ok",
+        "",
+        "aborted",
+        "stop",
+    ] and report.repairs == 1
 
 
 @pytest.mark.parametrize("bad", [
     by("narrator", "x"), by("gpt", None), 7, by("function_call", "ls()"), by("function_call", '{"arguments": {}}'), by("function_call", '[{"name": "a", "arguments": 3}]'),
 ])  # fmt: skip
 def test_a_record_with_an_entry_that_cannot_be_read_is_refused_whole(tmp_path, bad):
-    states, report = read(tmp_path, [{"conversations": [*TALK, bad]}, {"conversations": TALK}], ShareGPTIngester)
+    states, report = read(
+        tmp_path, [{"conversations": [*TALK, bad]}, {"conversations": TALK}], ShareGPTIngester
+    )
     assert len(states) == 2 and report.bad_lines == 1
 
 
 def test_tools_and_greetings_that_have_no_place_are_counted(tmp_path):
-    records = [{"tools": [SCHEMA, {"title": "x"}], "conversations": [by("gpt", "Hello."), by("human", "go"), END]}, {"rows": []}]
+    records = [
+        {"tools": [SCHEMA, {"title": "x"}], "conversations": [by("gpt", "Hello."), by("human", "go"), END]},
+        {"rows": []},
+    ]
     states, report = read(tmp_path, records, ShareGPTIngester)
     assert len(states) == 1 and report.skipped == {"tool without a name": 1, "turn without a context": 1}
     assert report.unknown == {"no conversations": 1}
 
 
 def test_conversations_of_another_form_are_not_taken():
-    assert record_format({"conversations": [{"role": "user", "content": "x"}]}) is None and record_format({"conversations": []}) is None
+    assert (
+        record_format({"conversations": [{"role": "user", "content": "x"}]}) is None
+        and record_format({"conversations": []}) is None
+    )
 
 
 @settings(max_examples=150, deadline=None)

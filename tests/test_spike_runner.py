@@ -501,4 +501,6 @@ def test_the_quickstart_ends_with_three_lines_from_its_figures(tmp_path: Path) -
     script = RUNNER.parents[1] / "scripts" / "quickstart_summary.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=True)
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 3 and all(part in done.stdout for part in ("0.10", "24 questions", "0.50", "12 steps", "0.25", "12%"))
+    assert len(lines) == 3 and all(
+        part in done.stdout for part in ("0.10", "24 questions", "0.50", "12 steps", "0.25", "12%")
+    )

@@ -36,7 +36,9 @@ def test_it_learns_and_is_the_same_twice():
     runs = []
     for _ in range(2):
         model = tiny.model()
-        runs.append((supervised_start(model, TOKENIZER, FAMILY, 8, size=2, learning_rate=3e-3, progress=False), model))
+        runs.append(
+            (supervised_start(model, TOKENIZER, FAMILY, 8, size=2, learning_rate=3e-3, progress=False), model)
+        )
     assert runs[0][0] == runs[1][0] and runs[0][0][-1] < runs[0][0][0] - 0.2
     assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for _, m in runs)))
 

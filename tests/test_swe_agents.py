@@ -23,7 +23,11 @@ SYSTEM, ASK = {"role": "system", "content": "Sys."}, {"role": "user", "content":
 
 
 def call(id, command="ls"):
-    return {"id": id, "type": "function", "function": {"name": "bash", "arguments": json.dumps({"command": command})}}
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": "bash", "arguments": json.dumps({"command": command})},
+    }
 
 
 def told(id, text, **extra):
@@ -53,9 +57,17 @@ def test_a_mini_run_and_its_twins_in_chat_and_items(tmp_path):
                                        told("b", "slow") | {"is_error": True}, said("end", call("c"))]}  # fmt: skip
     plain, _ = read(tmp_path, [chat], ChatIngester, "chat.jsonl")
     states, report = read(tmp_path, mini(mini_run()), MiniSWEAgentIngester, "a.traj.json")
-    bare = [[{k: v for k, v in m.items() if k not in ("is_error", "extra")} for m in s.messages] for s in plain]
-    assert [essence(s)[1:] for s in states] == [essence(s)[1:] for s in plain] and [list(s.messages) for s in states] == bare
-    assert not report.repairs and not report.bad_lines and file_format(tmp_path / "a.traj.json") == "mini-swe-agent"
+    bare = [
+        [{k: v for k, v in m.items() if k not in ("is_error", "extra")} for m in s.messages] for s in plain
+    ]
+    assert [essence(s)[1:] for s in states] == [essence(s)[1:] for s in plain] and [
+        list(s.messages) for s in states
+    ] == bare
+    assert (
+        not report.repairs
+        and not report.bad_lines
+        and file_format(tmp_path / "a.traj.json") == "mini-swe-agent"
+    )
 
     def function(id):
         return {"type": "function_call", "name": "bash", "arguments": '{"command": "ls"}', "call_id": id}
@@ -79,10 +91,20 @@ def test_commands_in_the_text_fail_by_the_same_notes(tmp_path):
            said("```\nls\n```", extra=actions), {"role": "user", "content": "slow", "extra": BAD}, said("end")]  # fmt: skip
     states, _ = read(tmp_path, mini(run), MiniSWEAgentIngester, "a.json")
     assert [[f.kind for f in s.failures] for s in states] == [[], ["tool_error"], []]
-    assert states[1].failures[0].call == ToolCall("bash", {"command": "ls"}) and states[1].failures[0].message == "slow"
+    assert (
+        states[1].failures[0].call == ToolCall("bash", {"command": "ls"})
+        and states[1].failures[0].message == "slow"
+    )
     states = list(ingest(tmp_path / "a.json", exit_codes=True))
     assert [[f.kind for f in s.failures] for s in states] == [["exit_code"], ["tool_error"], []]
-    assert [m["role"] for m in states[2].messages] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert [m["role"] for m in states[2].messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
 
 
 @pytest.mark.parametrize(("extra", "plain", "asked"), [
@@ -94,11 +116,27 @@ def test_what_an_observation_says(extra, plain, asked):
 
 
 def test_a_rejected_reply_and_messages_that_cannot_be_read_are_counted(tmp_path):
-    complaint = {"role": "user", "content": "one call, please", "extra": {"interrupt_type": "FormatError", "response": {}}}
-    run = [SYSTEM, ASK, complaint, {"role": "robot"}, 7, told("nobody", "x"), said("a", {"id": "q", "function": {}}), said("end"), END]
+    complaint = {
+        "role": "user",
+        "content": "one call, please",
+        "extra": {"interrupt_type": "FormatError", "response": {}},
+    }
+    run = [
+        SYSTEM,
+        ASK,
+        complaint,
+        {"role": "robot"},
+        7,
+        told("nobody", "x"),
+        said("a", {"id": "q", "function": {}}),
+        said("end"),
+        END,
+    ]
     states, report = read(tmp_path, mini(run), MiniSWEAgentIngester, "a.json")
     assert [[m["content"] for m in s.messages] for s in states] == [["Sys.", "go", "one call, please"]]
-    assert report.skipped == {"reply that was not accepted": 1} and report.bad_lines == 3 and report.repairs == 1
+    assert (
+        report.skipped == {"reply that was not accepted": 1} and report.bad_lines == 3 and report.repairs == 1
+    )
 
 
 def test_a_bare_list_of_messages_is_nobodys(tmp_path):
@@ -115,11 +153,22 @@ def swe(history, steps, **more):
 
 
 def observed(id, text):
-    return {"role": "tool", "content": text, "agent": "main", "message_type": "observation", "tool_call_ids": [id]}
+    return {
+        "role": "tool",
+        "content": text,
+        "agent": "main",
+        "message_type": "observation",
+        "tool_call_ids": [id],
+    }
 
 
 def step(item, query=()):
-    return {"response": item["content"], "action": item.get("action", ""), "observation": "", "query": list(query)}
+    return {
+        "response": item["content"],
+        "action": item.get("action", ""),
+        "observation": "",
+        "query": list(query),
+    }
 
 
 def swe_run():
@@ -130,10 +179,27 @@ def swe_run():
 
 def test_a_swe_run_and_its_twin_in_chat(tmp_path):
     history, turns = swe_run()
-    states, report = read(tmp_path, swe(history, [step(turns[0], history[:2]), step(turns[1], history[:4])]), SWEAgentIngester, "a.traj")
-    chat = {"messages": [SYSTEM, ASK, said("Look.", call("a")), {"role": "tool", "tool_call_id": "a", "content": "ok"}, said("Again.", call("b"))]}
+    states, report = read(
+        tmp_path,
+        swe(history, [step(turns[0], history[:2]), step(turns[1], history[:4])]),
+        SWEAgentIngester,
+        "a.traj",
+    )
+    chat = {
+        "messages": [
+            SYSTEM,
+            ASK,
+            said("Look.", call("a")),
+            {"role": "tool", "tool_call_id": "a", "content": "ok"},
+            said("Again.", call("b")),
+        ]
+    }
     plain, _ = read(tmp_path, [chat], ChatIngester, "chat.jsonl")
-    assert [essence(s) for s in states] == [essence(s) for s in plain] and not report.repairs and not report.skipped
+    assert (
+        [essence(s) for s in states] == [essence(s) for s in plain]
+        and not report.repairs
+        and not report.skipped
+    )
     assert file_format(tmp_path / "a.traj") == "swe-agent" and {len(list(ingest(tmp_path)))} == {4}
     old, _ = read(tmp_path, swe(history, [step(turn) for turn in turns]), SWEAgentIngester, "b.traj")
     assert [essence(s) for s in old] == [essence(s) for s in states]
@@ -145,18 +211,32 @@ def test_the_context_is_what_the_step_was_shown(tmp_path):
     rejected = {"response": "hm", "action": "", "query": history[:4]}
     steps = [step(turns[0], history[:2]), rejected, step(turns[1], [*history[:3], cut]), rejected]
     states, report = read(tmp_path, swe(history, steps), SWEAgentIngester, "a.traj")
-    assert states[1].messages[-1]["content"] == "omitted" and report.skipped == {"reply that was not accepted": 2}
+    assert states[1].messages[-1]["content"] == "omitted" and report.skipped == {
+        "reply that was not accepted": 2
+    }
     steps[2]["query"] = [{"role": "robot"}]
     states, report = read(tmp_path, swe(history, steps), SWEAgentIngester, "a.traj")
-    assert states[1].messages[-1]["content"] == "ok" and report.repairs == 1 and "robot" in str(report.repaired[0])
+    assert (
+        states[1].messages[-1]["content"] == "ok"
+        and report.repairs == 1
+        and "robot" in str(report.repaired[0])
+    )
 
 
 def test_demonstrations_are_context_and_the_programs_last_word_is_no_turn(tmp_path):
-    demo = [ASK | {"is_demo": True}, said("shown", call("d"), is_demo=True), observed("d", "x") | {"is_demo": True}]
+    demo = [
+        ASK | {"is_demo": True},
+        said("shown", call("d"), is_demo=True),
+        observed("d", "x") | {"is_demo": True},
+    ]
     end = said("Exit due to cost limit", action="")
     history = [SYSTEM, *demo, ASK, said("real", action=""), ASK, end]
     states, report = read(tmp_path, swe(history, [step(history[5]), step(end)]), SWEAgentIngester, "a.traj")
-    assert [s.student_action.text for s in states] == ["real"] and len(states[0].messages) == 5 and is_whole(states[0].messages)
+    assert (
+        [s.student_action.text for s in states] == ["real"]
+        and len(states[0].messages) == 5
+        and is_whole(states[0].messages)
+    )
     assert report.skipped == {"reply written by the program": 1}
 
 
@@ -169,7 +249,9 @@ def test_attempts_are_runs_of_their_own_and_the_best_is_read_once(tmp_path):
 
 def test_trajectories_are_nobody_elses():
     history, turns = swe_run()
-    assert record_format(swe(history, [])) == "swe-agent" and record_format(mini(mini_run())) == "mini-swe-agent"
+    assert (
+        record_format(swe(history, [])) == "swe-agent" and record_format(mini(mini_run())) == "mini-swe-agent"
+    )
     assert record_format({"trajectory": [step(turns[0])]}) is None and record_format({"attempts": []}) is None
 
 

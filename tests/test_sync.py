@@ -198,7 +198,9 @@ def test_stages_at_once_meet_and_print_one_after_the_other(tmp_path: Path) -> No
     command = [sys.executable, str(ROOT / "scripts" / "stages.py"), "a+b"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.index("from a") < done.stdout.index("=== b, beside a ===") < done.stdout.index("from b")
+    assert (
+        done.stdout.index("from a") < done.stdout.index("=== b, beside a ===") < done.stdout.index("from b")
+    )
 
 
 def test_a_python_without_ensurepip_gets_a_remedy_and_nothing_is_made(tmp_path: Path) -> None:

@@ -52,7 +52,11 @@ def state(text: str = "Hello", **fields) -> TraceState:
 # --- requests and replies ---
 
 
-@given(content=st.text(), options=st.dictionaries(st.text(), json_values, max_size=3), seed=st.none() | st.integers())
+@given(
+    content=st.text(),
+    options=st.dictionaries(st.text(), json_values, max_size=3),
+    seed=st.none() | st.integers(),
+)
 @relaxed
 def test_a_key_does_not_depend_on_spelling(content, options, seed):
     message = {"role": "user", "content": content}
@@ -96,7 +100,11 @@ def test_a_price_is_not_in_the_key_and_an_endpoint_is_by_its_address_or_its_name
     urls = ("http://localhost:1/v1", "http://localhost:2/v1/", "http://localhost:2/v1")
 
     def keys(**more):
-        return {HTTPTeacher("v/m", url, prices=p, **more).request(state()).key for url in urls for p in (None, price)}
+        return {
+            HTTPTeacher("v/m", url, prices=p, **more).request(state()).key
+            for url in urls
+            for p in (None, price)
+        }
 
     assert len(keys()) == 2 and len(keys(endpoint="my server")) == 1
     assert keys(endpoint="my server") != keys(endpoint="another") != keys(endpoint="")
@@ -209,10 +217,20 @@ def test_price_files(tmp_path):
     assert len({vendor_of(m) for m in DEFAULT_TEACHERS}) == len(DEFAULT_TEACHERS) == 3
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"date": "d", "source": "s"}', '{"date": "d", "source": "s", "models": {"a": {"prompt": 1}}}',
-                                  '{"date": "d", "source": "s", "models": {"a": {"prompt": -1, "completion": 1}}}',
-                                  '{"date": "d", "source": "s", "models": {"a": {"prompt": "1", "completion": 1}}}',
-                                  '{"date": "d", "source": "s", "models": {"a": {"prompt": NaN, "completion": 1}}}', '{"date": "d", "models": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"date": "d", "source": "s"}',
+        '{"date": "d", "source": "s", "models": {"a": {"prompt": 1}}}',
+        '{"date": "d", "source": "s", "models": {"a": {"prompt": -1, "completion": 1}}}',
+        '{"date": "d", "source": "s", "models": {"a": {"prompt": "1", "completion": 1}}}',
+        '{"date": "d", "source": "s", "models": {"a": {"prompt": NaN, "completion": 1}}}',
+        '{"date": "d", "models": []}',
+    ],
+)
 def test_a_broken_price_file_says_what_it_needs(tmp_path, text):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ValueError, match=r"p\.json is not a price file"):
@@ -479,7 +497,10 @@ USAGES = [
     ({"prompt_tokens": 10, "completion_tokens": 10**400}, None),
     ({"prompt_tokens": 10**400, "completion_tokens": 5}, None),
     ({"cost": 10**400}, None),
-    ({"prompt_tokens": 32, "completion_tokens": 9, "total_tokens": 135}, 32 * 1e-6 + 103 * 2e-6),  # thoughts in the total
+    (
+        {"prompt_tokens": 32, "completion_tokens": 9, "total_tokens": 135},
+        32 * 1e-6 + 103 * 2e-6,
+    ),  # thoughts in the total
 ]
 
 
@@ -498,23 +519,43 @@ def test_settling(usage, cost):
     )
 
 
-@pytest.mark.parametrize("url", ["https://user:sk-PLANTED@host/v1", "https://sk-PLANTED@host/v1", "https://host/v1?key=sk-PLANTED",
-                                 "https://host/v1#sk-PLANTED", "ftp://host/v1", "host/v1", "http://openrouter.ai/api/v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:sk-PLANTED@host/v1",
+        "https://sk-PLANTED@host/v1",
+        "https://host/v1?key=sk-PLANTED",
+        "https://host/v1#sk-PLANTED",
+        "ftp://host/v1",
+        "host/v1",
+        "http://openrouter.ai/api/v1",
+    ],
+)
 def test_an_address_with_credentials_is_refused_unquoted(url):
     with pytest.raises(ValueError, match="base_url|https only") as caught:
         HTTPTeacher("m", url)
     assert "PLANTED" not in str(caught.value)
 
 
-@pytest.mark.parametrize("options, named", [({"models": ["a", "b"]}, "models"), ({"n": 5}, "n"), ({"max_completion_tokens": 9}, "max_completion_tokens"),
-                                            ({"plugins": []}, "plugins"), ({"provider": {"max_price": {}}}, "provider.max_price"),
-                                            ({"provider": {"enforce_distillable_text": False}}, "provider.enforce_distillable_text")])
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"models": ["a", "b"]}, "models"),
+        ({"n": 5}, "n"),
+        ({"max_completion_tokens": 9}, "max_completion_tokens"),
+        ({"plugins": []}, "plugins"),
+        ({"provider": {"max_price": {}}}, "provider.max_price"),
+        ({"provider": {"enforce_distillable_text": False}}, "provider.enforce_distillable_text"),
+    ],
+)
 def test_options_that_would_break_the_bound_are_refused(options, named):
     with pytest.raises(ValueError, match=f"options {named} "):
         HTTPTeacher("m", options=options)
 
 
-@pytest.mark.parametrize("limit", [{"concurrency": 0}, {"max_attempts": 0}, {"timeout_s": 0}, {"max_reply_bytes": -1}])
+@pytest.mark.parametrize(
+    "limit", [{"concurrency": 0}, {"max_attempts": 0}, {"timeout_s": 0}, {"max_reply_bytes": -1}]
+)
 def test_limits_that_let_nothing_through_are_refused(limit):
     with pytest.raises(ValueError, match=f"{next(iter(limit))} is .*positive"):
         HTTPTeacher("m", "http://localhost/v1", **limit)

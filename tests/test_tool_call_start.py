@@ -85,7 +85,10 @@ def test_a_row_has_the_ids_that_trls_loop_makes_of_the_same_answers(tmp_path):
     (row,) = tool_call_rows(USED, **TEMPLATE)(FAMILY, TASKS[:1], TOKENIZER)
     said = iter([row.ids[a:b] for a, b in row.turns])
     trainer = through_environments(tmp_path, small())
-    trainer._generate_single_turn = lambda ids, *_, **__: ([list(answer) for answer in [next(said)] * len(ids)], None)
+    trainer._generate_single_turn = lambda ids, *_, **__: (
+        [list(answer) for answer in [next(said)] * len(ids)],
+        None,
+    )
     (batch,) = watched(trainer)
     for prompt, seen, ids, kept, mask in zip(
         *(batch[n] for n in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"))
@@ -130,9 +133,20 @@ def test_after_the_start_calls_are_sampled_and_a_step_is_trained_on_them(tmp_pat
     model = small()
     (before,) = watched(trainer := through_environments(tmp_path / "a", model, max_completion_length=16))
     assert trainer.state.log_history[0]["tools/call_frequency"] == 0 and before["tool_mask"].all()
-    losses = supervised_start(model, TOKENIZER, ONE, 110, size=1, learning_rate=1e-2, rows=tool_call_rows(USED, **TEMPLATE), progress=False)
+    losses = supervised_start(
+        model,
+        TOKENIZER,
+        ONE,
+        110,
+        size=1,
+        learning_rate=1e-2,
+        rows=tool_call_rows(USED, **TEMPLATE),
+        progress=False,
+    )
     assert losses[-1] < 0.2 < losses[0]
-    trainer = through_environments(tmp_path / "b", model, learning_rate=1e-3, per_device_train_batch_size=8, num_generations=8)
+    trainer = through_environments(
+        tmp_path / "b", model, learning_rate=1e-3, per_device_train_batch_size=8, num_generations=8
+    )
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     (batch,) = watched(trainer)
     seen, turns = trainer.state.log_history[0], [world._episode.turns for world in trainer.environments]

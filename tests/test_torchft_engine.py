@@ -579,7 +579,9 @@ def test_an_option_changes_what_torchft_is_given_or_is_refused(monkeypatch, way,
     for name, value in CHANGED[config].items():
         assert value != getattr(config(), name)
         try:
-            assert observed(monkeypatch, way, **as_options(config, name, value)) != usual, f"{name} is ignored"
+            assert observed(monkeypatch, way, **as_options(config, name, value)) != usual, (
+                f"{name} is ignored"
+            )
         except ValueError as error:
             default, other = repr(getattr(config(), name)), "backend='bucket'"
             other = "another method" if config is OuterConfig else other

@@ -177,9 +177,16 @@ def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_sharing_prefixes_changes_no_gradient_beyond_rounding(tmp_path, accumulation):
-    options = dict(gradient_accumulation_steps=accumulation, num_generations=4, max_steps=1, max_grad_norm=0.0)
+    options = dict(
+        gradient_accumulation_steps=accumulation, num_generations=4, max_steps=1, max_grad_norm=0.0
+    )
     grads = [
-        torch.cat([g.flatten() for g in record(lit(tmp_path / str(share), share_prefixes=share, options=options))[1][0]])
+        torch.cat(
+            [
+                g.flatten()
+                for g in record(lit(tmp_path / str(share), share_prefixes=share, options=options))[1][0]
+            ]
+        )
         for share in (False, True)
     ]
     assert (grads[0] - grads[1]).norm() < 1e-4 * grads[0].norm()
@@ -447,7 +454,9 @@ def test_several_turns_hint_goes_above_the_named_one(tmp_path, site):
     assert fields["sdpo_loss_mask"].sum(1).tolist() == [turn] * 4
     first = fields["student_response_idx"][0, 0].item() - output["prompt_ids"].shape[1]
     assert (first == 0) is (site == 0)
-    read = TOKENIZER.decode(fields["ctx_teacher_input_ids"][0][fields["ctx_teacher_attention_mask"][0].bool()])
+    read = TOKENIZER.decode(
+        fields["ctx_teacher_input_ids"][0][fields["ctx_teacher_attention_mask"][0].bool()]
+    )
     above = read.index(hint)
     assert read.count(hint) == 1 and read[above:].count("blue or red") == 1
     assert read[:above].count("blue or red") == (0 if site == 0 else 1)
@@ -636,7 +645,12 @@ def test_rlsd_sizes_advantages_by_the_teacher_on_hinted_turns_only(tmp_path, mon
         plain, width = inputs["advantages"].unsqueeze(1), inputs["prompt_ids"].shape[1]
         compared, rows = inputs["sdpo_loss_mask"], inputs["ctx_teacher_attention_mask"].bool()
         columns = (inputs["student_response_idx"] - width)[compared]
-        at = dict(zip(zip(compared.nonzero()[:, 0].tolist(), columns.tolist()), inputs["teacher_response_idx"][compared].tolist()))
+        at = dict(
+            zip(
+                zip(compared.nonzero()[:, 0].tolist(), columns.tolist()),
+                inputs["teacher_response_idx"][compared].tolist(),
+            )
+        )
         mask = torch.zeros_like(inputs["completion_ids"], dtype=torch.bool)
         mask[compared.nonzero()[:, 0], columns] = True
         if step == 2:  # faded out
@@ -724,7 +738,9 @@ def test_pairs_before_the_policys_pass_leave_the_same_gradient(tmp_path, monkeyp
         if name == "together":
             monkeypatch.setattr(trainer_module, "backward_first", lambda *_: None)
         options = dict(max_steps=2, learning_rate=0.0) | settings
-        trainer = lit(tmp_path / name, model=tiny.model().to(dtype), options=options, grad_norm_steps=0, teacher="live")
+        trainer = lit(
+            tmp_path / name, model=tiny.model().to(dtype), options=options, grad_norm_steps=0, teacher="live"
+        )
         found[name] = record(trainer)[:2], log(trainer)
     (losses, gradients), logged = found["first"]
     (other_losses, others), other_log = found["together"]
@@ -733,11 +749,20 @@ def test_pairs_before_the_policys_pass_leave_the_same_gradient(tmp_path, monkeyp
         mine, theirs = (torch.cat([g.flatten().double() for g in side]) for side in (mine, theirs))
         assert (mine - theirs).norm() <= close * theirs.norm() > 0
     for row, other in zip(logged, other_log):
-        names = ("replay/loss", "replay/margin", "replay/accuracy", "replay/pairs", "replay/weight", "sdpo/loss")
+        names = (
+            "replay/loss",
+            "replay/margin",
+            "replay/accuracy",
+            "replay/pairs",
+            "replay/weight",
+            "sdpo/loss",
+        )
         assert [row[n] for n in names] == pytest.approx([other[n] for n in names], rel=max(close, 1e-6))
 
 
-@pytest.mark.parametrize("options", [dict(grad_norm_steps=1), dict(gate_cap=0.5, hint_mode="gated", teacher="live")])
+@pytest.mark.parametrize(
+    "options", [dict(grad_norm_steps=1), dict(gate_cap=0.5, hint_mode="gated", teacher="live")]
+)
 def test_channels_that_are_measured_go_through_one_backward_pass(tmp_path, monkeypatch, options):
     given, inner = [], trainer_module.backward_first
     monkeypatch.setattr(trainer_module, "backward_first", lambda *a: given.append(inner(*a)) or given[-1])
@@ -803,7 +828,11 @@ SHARDED = [
     (SimpleNamespace(fsdp_version=2), {"lift_steps": 1}, "lift_steps=1"),
     (SimpleNamespace(fsdp_version=2), {"rlsd": 0.5}, "rlsd=0.5"),
     (SimpleNamespace(fsdp_version=2), {"teacher": "ema"}, "adapters or 16-bit"),
-    (SimpleNamespace(fsdp_version=2), {"hint_mode": "verified"}, "hint_mode='verified'.*set hint_mode='distil'"),
+    (
+        SimpleNamespace(fsdp_version=2),
+        {"hint_mode": "verified"},
+        "hint_mode='verified'.*set hint_mode='distil'",
+    ),
     (None, {}, "ZeRO-3.*beta_replay=0"),
 ]
 
@@ -815,7 +844,10 @@ def test_shards_that_channels_cannot_run_with_are_refused(fsdp, settings, said):
     accelerator = SimpleNamespace(
         distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=deepspeed, fsdp_plugin=fsdp)
     )
-    args = SimpleNamespace(**{"grad_norm_steps": 0, "lift_steps": 0, "rlsd": 0.0, "teacher": "live", "hint_mode": "distil"} | settings)
+    args = SimpleNamespace(
+        **{"grad_norm_steps": 0, "lift_steps": 0, "rlsd": 0.0, "teacher": "live", "hint_mode": "distil"}
+        | settings
+    )
     with pytest.raises(ValueError, match=said):
         refuse_shards(accelerator, args, tiny.model().to(torch.bfloat16))
 
@@ -837,10 +869,16 @@ def test_a_series_is_read_also_when_every_step_is_logged():
     for step in range(3):
         longer.append(float(step))
         watch.look({"completions/mean_length": longer})
-    assert watch.history["entropy"] == [0.0, 1.0, 2.0, 3.0] and watch.history["completion_length"] == [0.0, 1.0, 2.0]
+    assert watch.history["entropy"] == [0.0, 1.0, 2.0, 3.0] and watch.history["completion_length"] == [
+        0.0,
+        1.0,
+        2.0,
+    ]
 
 
-@pytest.mark.parametrize("options", [dict(bf16=False), dict(gradient_accumulation_steps=4), dict(scale_rewards=False)])
+@pytest.mark.parametrize(
+    "options", [dict(bf16=False), dict(gradient_accumulation_steps=4), dict(scale_rewards=False)]
+)
 def test_trls_fields_as_keywords_are_refused(tmp_path, options):
     with pytest.raises(TypeError, match=f"{next(iter(options))} is TRL's: set it in ComposerConfig"):
         build(tmp_path, **options)
@@ -861,6 +899,12 @@ def test_the_model_card_names_the_method_and_cites_grpo_as_grpo(tmp_path):
     assert "introduced in" not in card and "Cite Composer" not in card
     cited = yaml.safe_load((Path(__file__).parents[1] / "CITATION.cff").read_text())
     ours, grpo = card.partition("% GRPO, the policy term alone:\n")[::2]
-    for value in (cited["title"], cited["authors"][0]["name"], cited["repository-code"], cited["license"], str(cited["version"])):
+    for value in (
+        cited["title"],
+        cited["authors"][0]["name"],
+        cited["repository-code"],
+        cited["license"],
+        str(cited["version"]),
+    ):
         assert f"{{{value}}}" in ours
     assert "shao2024deepseekmath" not in ours and grpo.startswith("@article{shao2024deepseekmath")

@@ -64,7 +64,9 @@ def test_a_table_of_no_groups_is_refused(bad):
 @given(st.lists(numbers, max_size=6), st.floats(0, 1))
 def test_a_return_is_what_came_from_there_on(earned, discount):
     found = turn_returns(earned, discount)
-    wanted = [sum(discount ** (i - k) * t for i, t in enumerate(earned) if i >= k) for k in range(len(earned))]
+    wanted = [
+        sum(discount ** (i - k) * t for i, t in enumerate(earned) if i >= k) for k in range(len(earned))
+    ]
     assert found == pytest.approx(wanted, abs=1e-5)
 
 
@@ -92,7 +94,14 @@ def test_a_turn_is_a_run_of_sampled_tokens(rows, turns):
 # --- the trainer --------------------------------------------------------------------------------------
 
 
-def build(folder, turn_reward=lambda turn: len(turn.said) % 3, discount=1.0, hint=lambda turn: None, model=None, **options):
+def build(
+    folder,
+    turn_reward=lambda turn: len(turn.said) % 3,
+    discount=1.0,
+    hint=lambda turn: None,
+    model=None,
+    **options,
+):
     rollouts = TurnRollouts(FAMILY, TASKS, hint, turn_reward=turn_reward, discount=discount)
     settings = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=1, bf16=False, use_cpu=True,
                     report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, alpha_sdpo=0.0,
@@ -134,7 +143,9 @@ def test_the_loss_sees_each_turns_advantage_on_its_tokens(tmp_path, scale, kind,
     found = 0
     for inputs in seen:
         assert inputs["advantages"].shape == inputs["completion_ids"].shape
-        for ids, keep, values in zip(inputs["completion_ids"], inputs["completion_mask"].bool(), inputs["advantages"]):
+        for ids, keep, values in zip(
+            inputs["completion_ids"], inputs["completion_mask"].bool(), inputs["advantages"]
+        ):
             i, row = by_ids[tuple(ids[keep].tolist())]
             for k, (begin, end) in enumerate(row.turns):
                 at = slice(begin - len(row.prompt_ids), end - len(row.prompt_ids))
@@ -168,7 +179,9 @@ def test_it_goes_with_the_other_options(tmp_path, options):
 
 
 def test_sizes_on_hinted_turns_are_the_teachers_and_signs_the_turns(tmp_path):
-    trainer = build(tmp_path, hint=lambda turn: "Reminder: one command.", alpha_sdpo=1.0, rlsd=1.0, rlsd_steps=100)
+    trainer = build(
+        tmp_path, hint=lambda turn: "Reminder: one command.", alpha_sdpo=1.0, rlsd=1.0, rlsd_steps=100
+    )
     _, seen = watched(trainer)
     mask, found = seen[0]["sdpo_loss_mask"], seen[0]["advantages"]
     assert mask.any() and found.dim() == 2 and (found != 0).any()
@@ -201,10 +214,14 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         TurnRollouts(FAMILY, TASKS, lambda turn: None, discount=0.5)
     with pytest.raises(ValueError, match="turn_returns"):
         own_returns({"prompt": "x"})
-    args = ComposerConfig(str(tmp_path), advantages="turn", alpha_sdpo=0.0, beta_replay=0.0, use_cpu=True, bf16=False)
+    args = ComposerConfig(
+        str(tmp_path), advantages="turn", alpha_sdpo=0.0, beta_replay=0.0, use_cpu=True, bf16=False
+    )
     world = environment_of(Files(JsonCalls()), TASKS, {})
     for doors in ({}, {"environment_factory": world}, {"environment_factory": {"a": world}}):
         with pytest.raises(ValueError, match=r"environment_of\(..., turn_reward"):
             settings_of(tiny.model(), args, dict(doors), None, None)
     with pytest.raises(ValueError, match="rollout_func"):
-        ComposerReplicationTrainer(tiny.model(), lambda **_: [0.0], args, prompts_of(FAMILY, TASKS), processing_class=TOKENIZER)
+        ComposerReplicationTrainer(
+            tiny.model(), lambda **_: [0.0], args, prompts_of(FAMILY, TASKS), processing_class=TOKENIZER
+        )

@@ -57,7 +57,9 @@ def test_micro_batches_with_the_steps_count_add_up_to_the_step():
     config = LossConfig(**VERIFIED)
     whole, scored = verified_channel(model, verified_rows(PROMPTS, ANSWERS, PAD), config)
     parts = [
-        verified_channel(model, verified_rows([prompt], [answer], PAD), config, scored)[0].detach() if answer else 0.0
+        verified_channel(model, verified_rows([prompt], [answer], PAD), config, scored)[0].detach()
+        if answer
+        else 0.0
         for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
     ]
     assert sum(map(float, parts)) == pytest.approx(whole.item(), rel=1e-6)
@@ -67,7 +69,9 @@ def test_rows_without_an_answer_cost_nothing():
     model = tiny.model()
     calls = []
     hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
-    found, scored = verified_channel(model, verified_rows([[5, 6], [7]], [[], []], Padding("right", 0)), LossConfig(**VERIFIED))
+    found, scored = verified_channel(
+        model, verified_rows([[5, 6], [7]], [[], []], Padding("right", 0)), LossConfig(**VERIFIED)
+    )
     hook.remove()
     assert scored == 0 and found.item() == 0.0 and not calls
 
@@ -82,7 +86,10 @@ def test_a_batch_without_verified_rows_leaves_the_loss_as_it_is_and_says_dark():
     assert torch.allclose(lit.total, off.total + 0.7 * lit.sdpo_jsd)
 
 
-@pytest.mark.parametrize("name, value", [("sdpo_jsd_beta", 0.0), ("sdpo_is_cap", 2.0), ("sdpo_fused", False), ("sdpo_wrapper", "eopd")])
+@pytest.mark.parametrize(
+    "name, value",
+    [("sdpo_jsd_beta", 0.0), ("sdpo_is_cap", 2.0), ("sdpo_fused", False), ("sdpo_wrapper", "eopd")],
+)
 def test_what_shapes_a_divergence_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}.*no effect with hint_mode='verified'"):
         LossConfig(**VERIFIED, **{name: value})
@@ -249,7 +256,12 @@ def test_a_schedule_that_has_ended_samples_nothing_more(tmp_path):
     options = dict(alpha_schedule="linear", alpha_until=0.5, trl=dict(max_steps=4))
     checker = Checker()
     _, lines, _ = trained(tmp_path, checker, **options)
-    assert len(checker.retaken) == 2 and ["sdpo/retakes" in line for line in lines] == [True, True, False, False]
+    assert len(checker.retaken) == 2 and ["sdpo/retakes" in line for line in lines] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_dark_channel_says_what_to_look_at(tmp_path):
@@ -340,8 +352,12 @@ def test_a_checkpoint_without_the_memory_is_refused(tmp_path):
     (file,) = folder.glob("composer_hints_*.json")
     kept = json.loads(file.read_text())
     file.write_text(json.dumps(kept | {"processes": 2}))
-    with pytest.raises(ValueError, match="checkpoint-2 was written by 2 processes, not 1: resume with as many"):
+    with pytest.raises(
+        ValueError, match="checkpoint-2 was written by 2 processes, not 1: resume with as many"
+    ):
         remembering(tmp_path / "b", str(folder))
     file.unlink()
-    with pytest.raises(ValueError, match="has no composer_hints_0.json: it was written with hint_mode='distil'"):
+    with pytest.raises(
+        ValueError, match="has no composer_hints_0.json: it was written with hint_mode='distil'"
+    ):
         remembering(tmp_path / "c", str(folder))

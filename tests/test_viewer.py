@@ -53,9 +53,15 @@ def call(path: str = "a", name: str = "read") -> Action:
     return Action("", (ToolCall(name, {"path": path}),))
 
 
-def made(place: Path, states: list[TraceState], answers: dict, names: tuple = ("t1", "t2", "t3"), **more: object) -> Path:
+def made(
+    place: Path, states: list[TraceState], answers: dict, names: tuple = ("t1", "t2", "t3"), **more: object
+) -> Path:
     """A plan whose ledger holds `answers[state_id][teacher]`: an action, a reason for none, or a whole reply."""
-    price = {"date": "2026-11-01", "source": "invented", "models": dict.fromkeys(names, {"prompt": 1e-6, "completion": 1e-6})}
+    price = {
+        "date": "2026-11-01",
+        "source": "invented",
+        "models": dict.fromkeys(names, {"prompt": 1e-6, "completion": 1e-6}),
+    }
     (place / "prices.json").write_text(json.dumps(price))
     save_states(states, place / "states.jsonl")
     plan = {"states": "states.jsonl", "ceiling_usd": 1.0, "prices": "prices.json"} | more
@@ -120,7 +126,9 @@ def check_harmless(page: str) -> Page:
     assert len(ids) == len(set(ids)) and all(re.fullmatch(r"[a-z0-9-]+", one) for one in ids)
     assert {told["href"] for _, told in found.elements if "href" in told} <= {f"#{one}" for one in ids}
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
-    policy = next(told["content"] for _, told in found.elements if told.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        told["content"] for _, told in found.elements if told.get("http-equiv") == "Content-Security-Policy"
+    )
     style = b64encode(sha256(found.style.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
     assert "url(" not in found.style and "@import" not in found.style
@@ -136,10 +144,25 @@ def hostile_plan(place: Path, bad: str) -> Path:
         {"role": "assistant", "content": bad, "tool_calls": [{"id": bad, "function": {"name": bad, "arguments": bad}}]},
         {"role": "assistant", "content": None, "tool_calls": [bad]},
     ]  # fmt: skip
-    tools = [{"type": "function", "function": {"name": bad, "parameters": {"properties": {bad: {"type": "string"}}}}}, READ]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": bad, "parameters": {"properties": {bad: {"type": "string"}}}},
+        },
+        READ,
+    ]
     failures = tuple(ToolFailure(one, bad, kind) for one in action.tool_calls for kind in ("tool_error", bad))
     states = [
-        TraceState(f"{n}{bad}", messages * n, action, [READ] if n == 2 else tools, failures, bad, source=bad, metadata={bad: bad})
+        TraceState(
+            f"{n}{bad}",
+            messages * n,
+            action,
+            [READ] if n == 2 else tools,
+            failures,
+            bad,
+            source=bad,
+            metadata={bad: bad},
+        )
         for n in (1, 2)
     ]
     answers = {s.state_id: {"t1": call(bad), "t2": call(bad), bad: bad} for s in states}
@@ -164,7 +187,11 @@ def test_half_a_pair_in_a_file_of_states_is_shown_by_its_number(tmp_path):
     path.write_text(path.read_text().replace('"half"', r'"a\ud800b"'))
     assert "a⟨U+D800⟩b" in check_harmless(page_of(plan)).text
     (tmp_path / "answer").mkdir()  # and in a ledger, whose lines are ASCII
-    plan = made(tmp_path / "answer", [TraceState("s", ASKED, call())], {"s": {"t1": Action("a\udfffb"), "t2": "\ud800"}})
+    plan = made(
+        tmp_path / "answer",
+        [TraceState("s", ASKED, call())],
+        {"s": {"t1": Action("a\udfffb"), "t2": "\ud800"}},
+    )
     text = check_harmless(page_of(plan)).text
     assert "a⟨U+DFFF⟩b" in text and "skipped: ⟨U+D800⟩" in text
 
@@ -173,10 +200,20 @@ def test_half_a_pair_in_a_file_of_states_is_shown_by_its_number(tmp_path):
 def test_a_browser_finds_the_same_elements(tmp_path):
     """All hostile texts at once, as Chromium repairs them: no script, no image, no handler."""
     page_of(hostile_plan(tmp_path, json_kept("\n".join(HOSTILE[:-1]))), unredacted=True)
-    words = [shutil.which("chromium"), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([*words, "--dump-dom", (tmp_path / "trace.html").as_uri()], capture_output=True, text=True, timeout=60)
+    words = [
+        shutil.which("chromium"),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    done = subprocess.run(
+        [*words, "--dump-dom", (tmp_path / "trace.html").as_uri()], capture_output=True, text=True, timeout=60
+    )
     found = Page(done.stdout.strip())
-    assert {name for name, _ in found.elements} <= ELEMENTS and {key for _, told in found.elements for key in told} <= ATTRIBUTES
+    assert {name for name, _ in found.elements} <= ELEMENTS and {
+        key for _, told in found.elements for key in told
+    } <= ATTRIBUTES
     assert any(told.get("class", "").startswith("state") for _, told in found.elements)
 
 
@@ -189,7 +226,15 @@ def test_a_text_is_read_back_as_it_is_shown(text, value):
 
 def test_accents_pile_up_by_number_only():
     assert readable("e" + "\u0301" * 500).count("⟨U+0301⟩") == 500
-    for text in ("é", "e\u0301\u0323", "\u05e9\u05b8\u05c1\u0591", "⚠\ufe0f" * 5, "────────", "👩\u200d💻" * 4, "नमस्ते"):
+    for text in (
+        "é",
+        "e\u0301\u0323",
+        "\u05e9\u05b8\u05c1\u0591",
+        "⚠\ufe0f" * 5,
+        "────────",
+        "👩\u200d💻" * 4,
+        "नमस्ते",
+    ):
         assert readable(text) == text
 
 
@@ -198,7 +243,10 @@ def test_markup_is_not_escaped_twice():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(["a", "b", " ", "\n", "<", "é"]), max_size=60), st.lists(st.sampled_from(["a", "b", " ", "<"]), max_size=60))
+@given(
+    st.lists(st.sampled_from(["a", "b", " ", "\n", "<", "é"]), max_size=60),
+    st.lists(st.sampled_from(["a", "b", " ", "<"]), max_size=60),
+)
 def test_a_difference_loses_no_word(one, other):
     one, other = "".join(one), "".join(other)
     sides = difference(one, other)
@@ -215,7 +263,9 @@ def test_texts_with_nothing_in_common_are_marked_whole():
 def test_a_long_text_is_folded_cut_and_counted():
     block = text_block("line\n" * 300_000, 4000)
     assert "1,496,000 characters left out" in block and block.startswith("<details>") and len(block) < 5000
-    assert text_block("short", 5) == '<div class="text" dir="auto">short</div>' and "left out" in text_block("short", 4)
+    assert text_block("short", 5) == '<div class="text" dir="auto">short</div>' and "left out" in text_block(
+        "short", 4
+    )
 
 
 def test_calls_that_are_none_are_shown_as_they_are():
@@ -226,7 +276,15 @@ def test_calls_that_are_none_are_shown_as_they_are():
 
 def test_everything_of_a_state_is_on_its_page(tmp_path):
     failed = ToolFailure(call("b").tool_calls[0], "No such file or directory: b")
-    state = TraceState("one/0", ASKED, Action("I look.", call("b").tool_calls, "it is b"), [READ], (failed,), "acme/m", source="f:3")
+    state = TraceState(
+        "one/0",
+        ASKED,
+        Action("I look.", call("b").tool_calls, "it is b"),
+        [READ],
+        (failed,),
+        "acme/m",
+        source="f:3",
+    )
     other = Action('{"name": "read", "arguments": {"path": "a"}}')  # the same call in another spelling
     plan = made(tmp_path, [state], {"one/0": {"t1": call("a"), "t2": other, "t3": "content_filter"}})
     page = page_of(plan)
@@ -236,7 +294,12 @@ def test_everything_of_a_state_is_on_its_page(tmp_path):
         assert text in found.text, text
     assert found.text.count("answer 1, 2 of 2") == 2 and "<del>b</del>" in page and "<ins>a</ins>" in page
     row = re.search(r'<tr class="row pair error" id="i1">.*?</tr>', page)[0]
-    assert [Page(cell).text for cell in re.findall("<td.*?</td>", row)[1:]] == ["2 of 3", "2", "pair", "✗ file_not_found"]
+    assert [Page(cell).text for cell in re.findall("<td.*?</td>", row)[1:]] == [
+        "2 of 3",
+        "2",
+        "pair",
+        "✗ file_not_found",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +328,11 @@ def test_a_teacher_says_why_it_does_not_count(tmp_path):
     answers = {"t1": call("a", "write"), "t2": Action(" ")}
     text = Page(page_of(made(tmp_path, [state], {"s": answers}, ("t1", "t2", "t3", "gpt-4")))).text
     assert "does not count: 'write' is not on offer" in text
-    assert "does not count: nothing was done" in text and "no reply yet" in text and "not asked: of the maker" in text
+    assert (
+        "does not count: nothing was done" in text
+        and "no reply yet" in text
+        and "not asked: of the maker" in text
+    )
 
 
 def test_the_order_of_calls_counts_where_the_plan_says_so(tmp_path):
@@ -279,7 +346,11 @@ def test_the_order_of_calls_counts_where_the_plan_says_so(tmp_path):
 
 def test_messages_of_an_earlier_state_are_links(tmp_path):
     more = [*ASKED, {"role": "assistant", "content": "I look."}]
-    states = [TraceState("a", ASKED, call()), TraceState("b", more, call()), TraceState("c", [{"role": "user", "content": "Else?"}], call())]
+    states = [
+        TraceState("a", ASKED, call()),
+        TraceState("b", more, call()),
+        TraceState("c", [{"role": "user", "content": "Else?"}], call()),
+    ]
     page = page_of(made(tmp_path, states, {}))
     talks = re.findall(r'<details class="talk">.*?</ol>', page)
     assert 'href="#s1m1"' in talks[1] and 'id="s2m2"' in talks[1] and "(2, 1 of them new)" in talks[1]
@@ -296,7 +367,9 @@ def test_equal_input_gives_equal_bytes_without_paths(tmp_path):
 
 
 def test_a_limit_counts_what_it_leaves_out_and_memory_does_not_grow(tmp_path):
-    states = [TraceState(str(i), [{"role": "user", "content": f"{i}" + "x" * 1_000_000}], call()) for i in range(30)]
+    states = [
+        TraceState(str(i), [{"role": "user", "content": f"{i}" + "x" * 1_000_000}], call()) for i in range(30)
+    ]
     plan = read_plan(made(tmp_path, states, {}))
     del states
     tracemalloc.start()
@@ -348,11 +421,19 @@ def test_the_command_shows_what_pairs_makes_and_asks_nobody(tmp_path, server):  
     assert not server.requests() and not (tmp_path / "replies.jsonl").exists()
     assert replay("run", plan, "--pay")[0] == 0
     code, said, why = replay("view", plan, "--out", out)
-    assert (code, why) == (0, "") and "6 states, 3 pairs, 3 with an error" in said and server.requests().total() == 18
+    assert (
+        (code, why) == (0, "")
+        and "6 states, 3 pairs, 3 with an error" in said
+        and server.requests().total() == 18
+    )
     assert check_harmless(out.read_text()).text.count("answer 1, 2 of 3") == 12
     assert "6 states, 3 left out" not in said
     code, said, _ = replay("view", plan, "--out", out, "--states", 2, "--text", 10)
-    assert code == 0 and "2 states, 4 left out (--states shows more)" in said and "characters left out" in out.read_text()
+    assert (
+        code == 0
+        and "2 states, 4 left out (--states shows more)" in said
+        and "characters left out" in out.read_text()
+    )
     assert replay("view", plan, "--states", 0)[0] == 2
 
 
@@ -360,9 +441,18 @@ def test_states_that_were_not_redacted_are_refused(tmp_path, server):  # noqa: F
     plan, out = folder_of(tmp_path, server.base_url, 1), tmp_path / "trace.html"
     plan.write_text(yaml.safe_dump(yaml.safe_load(plan.read_text()) | {"states": "states.jsonl"}))
     code, _, why = replay("view", plan, "--out", out)
-    assert code == 1 and "would be shown with what redaction replaces" in why and "mary" not in why and not out.exists()
+    assert (
+        code == 1
+        and "would be shown with what redaction replaces" in why
+        and "mary" not in why
+        and not out.exists()
+    )
     code, _, why = replay("view", plan, "--out", out, "--unredacted")
-    assert code == 3 and "nobody checked states and answers" in why and "not checked for secrets" in out.read_text()
+    assert (
+        code == 3
+        and "nobody checked states and answers" in why
+        and "not checked for secrets" in out.read_text()
+    )
 
 
 SECRET = {row.family: row for row in planted("token", "personal")}
@@ -378,7 +468,10 @@ def test_answers_with_a_secret_are_refused(tmp_path, family, place):
     }[place]  # fmt: skip
     state = TraceState("s/1", [{"role": "user", "content": "hi"}], Action("ok"))
     plan = made(tmp_path, [state], {"s/1": {"t1": Action("fine"), "t2": answer}}, ("t1", "t2"))
-    with pytest.raises(ValueError, match=r"^an answer to state 's/1' would be shown with what redaction replaces \(.* left at t2\.") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"^an answer to state 's/1' would be shown with what redaction replaces \(.* left at t2\.",
+    ) as caught:
         page_of(plan)
     assert SECRET[family].secret not in str(caught.value) and not plan.with_name("trace.html").exists()
     assert Page(page_of(plan, unredacted=True))

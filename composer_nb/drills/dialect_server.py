@@ -22,7 +22,12 @@ from composer_nb.traces import Action
 Json = dict[str, Any]
 Events = list[tuple[Any, ...]]
 NUMBER = (int, float)
-PROMPT, OUT, THOUGHT, CACHED = 40, 12, 3, 8  # tokens of every answer: thoughts beside `OUT`, cached within `PROMPT`
+PROMPT, OUT, THOUGHT, CACHED = (
+    40,
+    12,
+    3,
+    8,
+)  # tokens of every answer: thoughts beside `OUT`, cached within `PROMPT`
 
 
 class Wrong(Exception):
@@ -109,9 +114,17 @@ BLOCK = by("type", {
     "tool_use": {"id": ident, "name": str, "input": dict},
     "tool_result": {"tool_use_id": ident, "content?": text_or_parts, "is_error?": bool},
 })  # fmt: skip
-MESSAGES = {"model": str, "max_tokens": int, "stream?": bool, "system?": said, "temperature?": NUMBER,
-            "messages": [{"role": {"user", "assistant"}, "content": [BLOCK]}], "tool_choice?": {"type": {"auto"}},
-            "tools?": [{"name": str, "description?": str, "input_schema": dict}], "top_p?": NUMBER}
+MESSAGES = {
+    "model": str,
+    "max_tokens": int,
+    "stream?": bool,
+    "system?": said,
+    "temperature?": NUMBER,
+    "messages": [{"role": {"user", "assistant"}, "content": [BLOCK]}],
+    "tool_choice?": {"type": {"auto"}},
+    "tools?": [{"name": str, "description?": str, "input_schema": dict}],
+    "top_p?": NUMBER,
+}
 
 
 def item(value: Any, where: str) -> None:
@@ -157,7 +170,9 @@ def heard_chat(body: Json) -> tuple[str, Events]:
     for message in body["messages"]:
         role, text = message["role"], plain(message.get("content"))
         if open_calls and role != "tool":
-            raise Wrong("an assistant message with tool_calls must be followed by tool messages for each of them")
+            raise Wrong(
+                "an assistant message with tool_calls must be followed by tool messages for each of them"
+            )
         if role == "tool":
             if message["tool_call_id"] not in open_calls:
                 raise Wrong("a tool message must be a response to a preceding message with tool_calls")
@@ -181,8 +196,12 @@ def heard_messages(body: Json) -> tuple[str, Events]:
     for message in body["messages"]:
         kinds = [block["type"] for block in message["content"]]
         results = [block for block in message["content"] if block["type"] == "tool_result"]
-        if {block["tool_use_id"] for block in results} != waiting.keys() or kinds[: len(results)] != ["tool_result"] * len(results):
-            raise Wrong("tool_use ids were found without tool_result blocks immediately after, or the other way round")
+        if {block["tool_use_id"] for block in results} != waiting.keys() or kinds[: len(results)] != [
+            "tool_result"
+        ] * len(results):
+            raise Wrong(
+                "tool_use ids were found without tool_result blocks immediately after, or the other way round"
+            )
         for block in message["content"]:
             if block["type"] == "tool_result":
                 events.append(("result", waiting[block["tool_use_id"]], plain(block.get("content", ""))))
@@ -247,7 +266,9 @@ def say_chat(action: Action, fault: str, model: str, dialect: str) -> Json:
     message = {"role": "assistant", "content": action.text or None, "refusal": None}
     message |= {"tool_calls": calls} if calls else {}
     message |= {"reasoning": action.thinking} if action.thinking else {}
-    finish = {"truncated": "length", "filtered": "content_filter"}.get(fault, "tool_calls" if calls else "stop")
+    finish = {"truncated": "length", "filtered": "content_filter"}.get(
+        fault, "tool_calls" if calls else "stop"
+    )
     if fault == "refusal":
         message |= {"content": None, "refusal": "I cannot help with that."}
     usage = {"prompt_tokens": PROMPT, "completion_tokens": OUT + THOUGHT, "total_tokens": PROMPT + OUT + THOUGHT,
@@ -278,7 +299,9 @@ def say_responses(action: Action, fault: str, model: str, dialect: str) -> Json:
     part = {"type": "output_text", "text": action.text, "annotations": []}
     if fault == "refusal":
         part = {"type": "refusal", "refusal": "I cannot help with that."}
-    items: list[Json] = [{"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": action.thinking}]}]
+    items: list[Json] = [
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": action.thinking}]}
+    ]
     items += [{"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [part]}]
     items += [{"type": "function_call", "id": f"f{i}", "call_id": c.id or f"call_{i}", "name": c.name, "status": "completed",
                "arguments": json.dumps(c.arguments)} for i, c in enumerate(action.tool_calls)]  # fmt: skip
@@ -294,13 +317,22 @@ def say_gemini(action: Action, fault: str, model: str, dialect: str) -> Json:
     parts += [{"text": action.text}] if action.text else []
     parts += [{"functionCall": {"name": c.name, "args": c.arguments} | ({"id": c.id} if c.id else {}), "thoughtSignature": "s"}
               for c in action.tool_calls]  # fmt: skip
-    why = {"truncated": "MAX_TOKENS", "filtered": "SAFETY", "refusal": "PROHIBITED_CONTENT", "broken-call": "MALFORMED_FUNCTION_CALL"}
+    why = {
+        "truncated": "MAX_TOKENS",
+        "filtered": "SAFETY",
+        "refusal": "PROHIBITED_CONTENT",
+        "broken-call": "MALFORMED_FUNCTION_CALL",
+    }
     usage = {"promptTokenCount": PROMPT, "candidatesTokenCount": OUT, "thoughtsTokenCount": THOUGHT,
              "totalTokenCount": PROMPT + OUT + THOUGHT, "cachedContentTokenCount": CACHED}  # fmt: skip
     if fault == "blocked":
         return {"promptFeedback": {"blockReason": "SAFETY"}, "modelVersion": model,
                 "usageMetadata": {"promptTokenCount": PROMPT, "totalTokenCount": PROMPT}}  # fmt: skip
-    candidate = {"content": {"role": "model", "parts": parts}, "finishReason": why.get(fault, "STOP"), "index": 0}
+    candidate = {
+        "content": {"role": "model", "parts": parts},
+        "finishReason": why.get(fault, "STOP"),
+        "index": 0,
+    }
     return {"candidates": [candidate], "usageMetadata": usage, "modelVersion": model}
 
 
@@ -311,13 +343,30 @@ USAGE = {"gemini": "usageMetadata"}
 def error_body(dialect: str, status: int, message: str, kind: str = "") -> Json:
     """An error as the service spells it."""
     if dialect == "anthropic":
-        kinds = {401: "authentication_error", 402: "billing_error", 404: "not_found_error", 429: "rate_limit_error", 529: "overloaded_error"}
-        return {"type": "error", "error": {"type": kind or kinds.get(status, "invalid_request_error"), "message": message}}
+        kinds = {
+            401: "authentication_error",
+            402: "billing_error",
+            404: "not_found_error",
+            429: "rate_limit_error",
+            529: "overloaded_error",
+        }
+        return {
+            "type": "error",
+            "error": {"type": kind or kinds.get(status, "invalid_request_error"), "message": message},
+        }
     if dialect == "gemini":
         details = [{"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": kind}] if kind else []
-        return {"error": {"code": status, "message": message, "status": "INVALID_ARGUMENT", "details": details}}
+        return {
+            "error": {"code": status, "message": message, "status": "INVALID_ARGUMENT", "details": details}
+        }
     if dialect == "vllm":
-        return {"object": "error", "message": message, "type": kind or "BadRequestError", "param": None, "code": status}
+        return {
+            "object": "error",
+            "message": message,
+            "type": kind or "BadRequestError",
+            "param": None,
+            "code": status,
+        }
     code: Any = kind or (status if dialect == "openrouter" else None)
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
@@ -377,7 +426,9 @@ class DialectServer:
     def url(self, dialect: str) -> str:
         return f"http://127.0.0.1:{self.server.server_address[1]}/{dialect}"
 
-    def answer(self, dialect: str, path: str, query: str, headers: Any, raw: bytes) -> tuple[int, Json | bytes]:
+    def answer(
+        self, dialect: str, path: str, query: str, headers: Any, raw: bytes
+    ) -> tuple[int, Json | bytes]:
         self.asked += 1
         header = KEYS.get(dialect, "authorization")
         given = headers.get(header, "").removeprefix("Bearer " if header == "authorization" else "")
@@ -386,10 +437,14 @@ class DialectServer:
             return 404, error_body(dialect, 404, f"no such path: {path}")
         if dialect not in ("vllm", "ollama") and given != self.key:
             kind = "API_KEY_INVALID" if dialect == "gemini" else ""
-            return 400 if dialect == "gemini" else 401, error_body(dialect, 400 if kind else 401, "API key not valid", kind)
+            return 400 if dialect == "gemini" else 401, error_body(
+                dialect, 400 if kind else 401, "API key not valid", kind
+            )
         if dialect == "anthropic" and headers.get("anthropic-version") != "2023-06-01":
             raise Wrong("anthropic-version: header is required")
-        if dialect == "azure" and not re.fullmatch(r"20\d\d-\d\d-\d\d(-preview)?", "".join(parse_qs(query).get("api-version", []))):
+        if dialect == "azure" and not re.fullmatch(
+            r"20\d\d-\d\d-\d\d(-preview)?", "".join(parse_qs(query).get("api-version", []))
+        ):
             return 404, error_body(dialect, 404, "Resource not found")
         body = json.loads(raw)
         check(body, SHAPES[dialect])

@@ -46,7 +46,15 @@ class EpisodeServer:
 
     def start(self, seconds: float = 60) -> None:
         """Raises TimeoutError where it does not answer in time, with its exit code."""
-        words = [sys.executable, "-c", CODE, str(self.port), str(self.count), str(self.sessions), self.surface]
+        words = [
+            sys.executable,
+            "-c",
+            CODE,
+            str(self.port),
+            str(self.count),
+            str(self.sessions),
+            self.surface,
+        ]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         said = tempfile.TemporaryFile()
         environment = os.environ | {"PYTHONPATH": path}

@@ -36,7 +36,10 @@ class Case(NamedTuple):
 
 def shown(action: Action) -> str:
     """An action in one line."""
-    parts = (f"{c.name}({', '.join(f'{k}={v!r}' for k, v in dict(c.arguments).items())})" for c in action.tool_calls)
+    parts = (
+        f"{c.name}({', '.join(f'{k}={v!r}' for k, v in dict(c.arguments).items())})"
+        for c in action.tool_calls
+    )
     return "; ".join(parts) or repr(action.text)
 
 

@@ -32,7 +32,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server.owner, urlsplit(self.path).path
         name = path.removeprefix("/api/datasets/").split("/revision/")[0]
         known = name in hub.files
-        self.tell(200 if known else 404, {"id": name, "sha": "0" * 40, "siblings": []} if known else {"error": "Repository not found"})
+        self.tell(
+            200 if known else 404,
+            {"id": name, "sha": "0" * 40, "siblings": []} if known else {"error": "Repository not found"},
+        )
 
     def do_POST(self) -> None:
         hub, path = self.server.owner, urlsplit(self.path).path
@@ -51,13 +54,23 @@ class _Handler(BaseHTTPRequestHandler):
         name, _, what = path.removeprefix("/api/datasets/").rpartition("/")
         name, _, action = name.rpartition("/")
         if action == "preupload":
-            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(raw)["files"]]
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(raw)["files"]
+            ]
             return self.tell(200, {"files": files})
         for line in raw.splitlines():
             one = json.loads(line)
             if one["key"] == "file":
                 hub.files[name][one["value"]["path"]] = base64.b64decode(one["value"]["content"])
-        self.tell(200, {"commitUrl": f"{hub.url}/datasets/{name}/commit/{'1' * 40}", "commitOid": "1" * 40, "success": True})
+        self.tell(
+            200,
+            {
+                "commitUrl": f"{hub.url}/datasets/{name}/commit/{'1' * 40}",
+                "commitOid": "1" * 40,
+                "success": True,
+            },
+        )
 
 
 class _Server(ThreadingHTTPServer):

@@ -19,7 +19,17 @@ from composer_nb.replay.http_teacher import HTTPTeacher
 from composer_nb.replay.protocol import TeacherStop
 from composer_nb.traces import Action, TraceState
 
-FAULTS = ("ok", "tool", "reset", "hang-up", "length-long", "stream", "invalid-json", "status~502", "status~408")
+FAULTS = (
+    "ok",
+    "tool",
+    "reset",
+    "hang-up",
+    "length-long",
+    "stream",
+    "invalid-json",
+    "status~502",
+    "status~408",
+)
 LOADED = """
 import importlib, json, sys
 before = set(sys.modules)
@@ -65,7 +75,9 @@ print(json.dumps({"any-llm-sdk": told("any-llm-sdk", {"anthropic", "openai", "ge
 
 
 def run(python: str, code: str, *words: str) -> Any:
-    done = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [python, "-c", code, *words], capture_output=True, text=True, timeout=120, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -67,7 +67,9 @@ def keep_gradients(engine: Any) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def steps(job: dict[str, Any], run: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
+def steps(
+    job: dict[str, Any], run: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
     "Metrics and gradient of each step; with `checkpoint` the last step is taken again after a resume."
     from composer_nb.adapters.verl import ChannelLoss
     from composer_nb.loss.config import LossConfig
@@ -97,7 +99,9 @@ def one_step(worker: Any, batch: Any, config: Any, settings: dict[str, Any]) -> 
     began = time.perf_counter()
     own = tensordict_utils.chunk_tensordict(as_tensordict(batch, config, **settings), ranks)[rank]
     found = tensordict_utils.get(train(own), "metrics")
-    return {"seconds": time.perf_counter() - began} | {name: number_of(value) for name, value in found.items()}
+    return {"seconds": time.perf_counter() - began} | {
+        name: number_of(value) for name, value in found.items()
+    }
 
 
 def number_of(value: Any) -> Any:

@@ -152,7 +152,9 @@ def check_page(browser: webdriver.Chrome, page: Path, *, source: str = "") -> li
         if LEAK.search(text)
     ]
     # Text of a drawing that looks like an address becomes a link in it, whose href is an object.
-    problems += [f"a link inside a drawing: {href['baseVal']}" for href in seen["links"] if not isinstance(href, str)]
+    problems += [
+        f"a link inside a drawing: {href['baseVal']}" for href in seen["links"] if not isinstance(href, str)
+    ]
     addresses = {href for href in seen["links"] if isinstance(href, str)}
     problems += sorted({reason for href in addresses if (reason := broken_link(href))})
     problems += [f"image not shown: {image['src'][-80:]}" for image in seen["images"] if not image["width"]]

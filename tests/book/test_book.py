@@ -84,7 +84,9 @@ def book() -> Path:
 def is_fresh(root: Path) -> bool:
     """Whether the built book is newer than every tracked file, and whole (the inventory is written last)."""
     inventory = root / "_build" / "html" / "objects.inv"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False
+    ).stdout
     tracked = [root / name for name in listed.split("\0") if name]
     if not inventory.is_file() or not tracked:
         return False
@@ -408,14 +410,18 @@ def test_page_one_answers_in_one_screen(book, browser):
             return [...document.querySelectorAll(places)].map(node =>
                 [node.tagName, node.textContent.replace("#", "").trim(), node.getBoundingClientRect().bottom])""")
         short = browser.find_element(By.CSS_SELECTOR, ".verdicts-short").text.replace("\n", " ")
-        verdicts = browser.find_element(By.CSS_SELECTOR, ".verdicts:not(.verdicts-short)").text.replace("\n", " ")
+        verdicts = browser.find_element(By.CSS_SELECTOR, ".verdicts:not(.verdicts-short)").text.replace(
+            "\n", " "
+        )
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     for question in ("What is this?", "Does it help?", "On what evidence?", "How do I try it?"):
         bottom = next(bottom for _, text, bottom in bottoms if text.startswith(question))
         assert bottom < 900, question
     assert [bottom < 900 for tag, _, bottom in bottoms if tag.upper() in ("TABLE", "SVG")] == [True, True]
-    named = re.search(r"\{newest-verdicts\}\n((?:\w+: .+\n)+)", (ROOT / "intro.md").read_text())[1].splitlines()
+    named = re.search(r"\{newest-verdicts\}\n((?:\w+: .+\n)+)", (ROOT / "intro.md").read_text())[
+        1
+    ].splitlines()
     assert 3 <= len(named) <= 5
     for spike, asked in (line.split(": ", 1) for line in named):
         assert f"{asked} {newest(runs_of(ROOT, spike)).verdict}" in short

@@ -22,7 +22,9 @@ def test_every_case_has_an_outcome_under_every_trainer():
     assert {case[name] for case in cases for name in TRAINERS} <= set(trl_suite.OUTCOMES)
     for name in TRAINERS:
         assert sum(TABLE["counts"][name].values()) == len(cases)
-    unsaid = [case["case"] for case in cases if not case["note"] and {case[n] for n in TRAINERS} != {"passed"}]
+    unsaid = [
+        case["case"] for case in cases if not case["note"] and {case[n] for n in TRAINERS} != {"passed"}
+    ]
     assert unsaid == []
 
 
@@ -58,7 +60,10 @@ def test_the_word_for_an_outcome(found, word):
 
 def test_a_case_that_ended_its_process_has_failed(tmp_path):
     file = tmp_path / "ours.jsonl"
-    rows = [{"case": "A::a", "outcome": "passed", "why": "", "ran": True}, {"case": "A::b", "outcome": "started"}]
+    rows = [
+        {"case": "A::a", "outcome": "passed", "why": "", "ran": True},
+        {"case": "A::b", "outcome": "started"},
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert trl_suite.close_started(file) and not trl_suite.close_started(file)
     assert results_of(file)["A::b"]["outcome"] == "failed" and results_of(file)["A::a"]["outcome"] == "passed"

@@ -50,7 +50,9 @@ ALONE = [
 def rollouts(model: torch.nn.Module, tokenizer: object) -> ComposerBatch:
     "Four rollouts, two with a hint, two pairs, and everything that a channel may read."
     batch = build_batch(tokenizer)
-    rows = {name: torch.cat([value, value[:1]]) for name, value in batch.items() if not name.startswith("dpo_")}
+    rows = {
+        name: torch.cat([value, value[:1]]) for name, value in batch.items() if not name.startswith("dpo_")
+    }
     rows["sdpo_loss_mask"][3] = False
     batch |= rows | reference_logprobs(model, batch)
     draw = torch.Generator().manual_seed(0)
@@ -70,7 +72,9 @@ def run(folder: Path, words: Sequence[str], job: dict[str, object]) -> dict[str,
     "What the first rank told of each step of each run, and the gradients."
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(job | {"out": str(folder)}))
-    run_in(make_environment("verl"), [*words, str(folder / "job.json")], OMP_NUM_THREADS="1", VERL_PLATFORM="cpu")
+    run_in(
+        make_environment("verl"), [*words, str(folder / "job.json")], OMP_NUM_THREADS="1", VERL_PLATFORM="cpu"
+    )
     return {
         each["name"]: SimpleNamespace(
             told=json.loads((folder / f"{each['name']}.json").read_text()),
@@ -110,7 +114,9 @@ def ours(there: SimpleNamespace, name: str) -> tuple[float, dict[str, Tensor]]:
     return parts.total.item(), {k: p.grad.clone() for k, p in there.model.named_parameters()}
 
 
-def assert_same(loss: float, gradient: dict[str, Tensor], told: dict[str, float], theirs: dict[str, Tensor]) -> None:
+def assert_same(
+    loss: float, gradient: dict[str, Tensor], told: dict[str, float], theirs: dict[str, Tensor]
+) -> None:
     assert abs(told["loss"] - loss) <= LOSS * abs(loss)
     assert theirs.keys() == gradient.keys()
     for name, own in gradient.items():
