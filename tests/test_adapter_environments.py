@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 import tomllib
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_an_install_that_fails_is_one_line_and_leaves_nothing(
     shown = CliRunner().invoke(app, ["env", "make", "visitor"])
     assert shown.exit_code == 1 and "connect to the network" in shown.output and shown.output.count("\n") == 1
     assert not visitor.made and not [path for path in visitor.folder.parent.iterdir() if path.is_dir()]
+
+
+def test_a_release_for_other_pythons_alone_is_said(
+    visitor: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "An index of one file whose wheel asks for a Python that this one is not: no network would help."
+    page = tmp_path / "index" / "elsewhere"
+    page.mkdir(parents=True)
+    name = "elsewhere-1-py3-none-any.whl"
+    with zipfile.ZipFile(page / name, "w") as wheel:
+        wheel.writestr("elsewhere-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: elsewhere\nVersion: 1\n")
+    (page / "index.html").write_text(f'<a href="{name}" data-requires-python="&lt;3.9">{name}</a>')
+    visitor.pins.write_text("elsewhere==1\n")
+    for setting in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(setting, "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "index").as_uri())
+    with pytest.raises(EnvironmentMissing, match=r"no release for Python 3\.\d+ .*<3\.9.*; use another Python"):
+        make_environment(visitor)
 
 
 def test_what_runs_too_long_is_ended_with_its_children(visitor: Environment, tmp_path: Path) -> None:

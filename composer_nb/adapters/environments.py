@@ -78,6 +78,11 @@ def _install(environment: Environment, folder: Path) -> None:
     if done.returncode == 0:
         return
     said = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
+    if other := next((line for line in said if "require a different python version" in line), ""):
+        asked = other.partition("version: ")[2]
+        here = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        lacks = f"its pins have no release for {here} ({asked})"
+        raise EnvironmentMissing(f"no environment {environment.name}: {lacks}; use another Python")
     reason = (said or done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
     where = "connect to the network, or name an index or a folder of wheels (PIP_INDEX_URL, PIP_FIND_LINKS)"
     remedy = f"{where}, then run `composer-nb env make {environment.name}`"
