@@ -131,6 +131,19 @@ def house_table(root: Path) -> str:
     return table(["figure", "measured", "aim", "reached"], [*rows, *rest])
 
 
+def lone_table(root: Path) -> str:
+    """What ran as Colab and Kaggle run a page, by Python, and what did not."""
+    found = [json.loads(path.read_text()) for path in sorted((root / "book").glob("lone*.json"))]
+    rows, missed = [], []
+    for report in found:
+        versions = {name: value for name, value in report.get("versions", {}).items() if name != "python"}
+        named = ", ".join(f"{name} {value}" for name, value in versions.items())
+        ran = f"{len(report['ran'])} of {len(report['chapters'])}"
+        rows.append(f"| {report['python']} | {named or 'those of '} | {ran} |")
+        missed += [f"- {report['python']}, `{page}`: {cell(why)}" for page, why in report["failed"].items()]
+    return "\n".join([table(["Python", "versions", "pages that ran"], rows), "", *missed])
+
+
 def trl_suite(root: Path) -> str:
     """What `book/trl_suite.json` counts, and each case that not all trainers passed."""
     path = root / TRL_SUITE
@@ -198,6 +211,10 @@ class BookStatus(SphinxDirective):
             "## How the house is built",
             "",
             house_table(root),
+            "",
+            "## Pages alone, by Python",
+            "",
+            lone_table(root),
             "",
             "## TRL's own tests of its trainer",
             "",

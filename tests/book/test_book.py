@@ -22,7 +22,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "book")]
 from checker import check_page, console_errors, open_browser
 from composer_api import read_package
-from composer_evidence import chapter_row, house_table, look_up
+from composer_evidence import chapter_row, house_table, lone_table, look_up
 from composer_explorer import split_series
 from composer_notebooks import add_alt_texts, dollar_maths, prepare_notebook, split_directives
 from composer_runs import from_its_spike, newest, runs_of
@@ -397,6 +397,20 @@ def test_status_shows_how_the_house_is_built(sample, tmp_path):
     ):
         assert row in cells
     assert "measure_house.py --write" in house_table(tmp_path)
+
+
+def test_the_status_page_names_what_did_not_run_on_another_python(tmp_path):
+    (tmp_path / "book").mkdir()
+    first = {"python": "3.11.7", "chapters": ["a", "b"], "ran": ["a", "b"], "failed": {}}
+    other = {
+        "python": "3.13.0", "versions": {"python": "3.13.0", "torch": "2.14.1"},
+        "chapters": ["a", "b"], "ran": ["a"], "failed": {"b": "no release"},
+    }  # fmt: skip
+    (tmp_path / "book/lone.json").write_text(json.dumps(first))
+    (tmp_path / "book/lone-3.13.json").write_text(json.dumps(other))
+    shown = lone_table(tmp_path)
+    assert "| 3.11.7 | those of `constraints.txt` | 2 of 2 |" in shown
+    assert "| 3.13.0 | torch 2.14.1 | 1 of 2 |" in shown and "- 3.13.0, `b`: no release" in shown
 
 
 def test_page_one_answers_in_one_screen(book, browser):
