@@ -131,6 +131,9 @@ def house_table(root: Path) -> str:
     return table(["figure", "measured", "aim", "reached"], [*rows, *rest])
 
 
+PINNED = "those of `constraints.txt`"
+
+
 def lone_table(root: Path) -> str:
     """What ran as Colab and Kaggle run a page, by Python, and what did not."""
     found = [json.loads(path.read_text()) for path in sorted((root / "book").glob("lone*.json"))]
@@ -139,7 +142,7 @@ def lone_table(root: Path) -> str:
         versions = {name: value for name, value in report.get("versions", {}).items() if name != "python"}
         named = ", ".join(f"{name} {value}" for name, value in versions.items())
         ran = f"{len(report['ran'])} of {len(report['chapters'])}"
-        rows.append(f"| {report['python']} | {named or 'those of '} | {ran} |")
+        rows.append(f"| {report['python']} | {named or PINNED} | {ran} |")
         missed += [f"- {report['python']}, `{page}`: {cell(why)}" for page, why in report["failed"].items()]
     return "\n".join([table(["Python", "versions", "pages that ran"], rows), "", *missed])
 
