@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -185,6 +185,16 @@ class PolicyOptions:
     max_completion_length: int | None = None
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k1"
+
+    def __post_init__(self) -> None:
+        "Raises ValueError for an option that nothing would read."
+        idle = {} if self.kl_coef else {"kl_estimator": "kl_coef"}
+        idle |= {} if self.kind == "dr_grpo" else {"max_completion_length": "kind='dr_grpo'"}
+        idle |= {"epsilon_low": "a kind that clips from below"} if self.kind == "cispo" else {}
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if value != own.default and (needed := idle.get(own.name)):
+                raise ValueError(f"{own.name}={value!r} has no effect without {needed}: leave it out")
 
     def limits(self) -> tuple[float, float]:
         "The two limits with their defaults; raises ValueError for values that clip at the wrong place."

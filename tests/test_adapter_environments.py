@@ -108,7 +108,7 @@ def test_a_release_for_other_pythons_alone_is_said(
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "index").as_uri())
     with pytest.raises(EnvironmentMissing, match=r"no release for Python 3\.\d+ .*<3\.9.*; use another Python"):
-        make_environment(visitor)
+        make_environment("visitor")
 
 
 def test_what_runs_too_long_is_ended_with_its_children(visitor: Environment, tmp_path: Path) -> None:

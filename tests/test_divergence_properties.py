@@ -133,6 +133,11 @@ def test_half_precision_is_widened():
         ({"sampled": True, "beta": 0.5}, "beta=1"),
         ({"is_cap": 2.0}, "old_logprobs"),
         ({"mask": torch.ones(1, 2)}, "mask"),
+        ({"top_k_source": "teacher"}, "top_k_source has no effect without top_k"),
+        ({"tail": False}, "tail has no effect without top_k"),
+        ({"sampled": True, "beta": 1.0, "top_k": 2}, "top_k has no effect without sampled=False"),
+        ({"sampled": True, "beta": 1.0, "entry_clip": 1.0}, "entry_clip has no effect without sampled=False"),
+        ({"old_logprobs": torch.zeros(1, 3)}, "old_logprobs has no effect without is_cap"),
     ],
 )
 def test_wrong_input_is_named(options, says):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -144,6 +144,17 @@ class DivergenceOptions:
     sample_mask: Tensor | None = None
     reduction: Reduction = "token-mean"
     denominator: float | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        "Raises ValueError for an option that nothing would read."
+        idle = {} if self.top_k is not None else {"top_k_source": "top_k", "tail": "top_k"}
+        idle |= {"top_k": "sampled=False", "entry_clip": "sampled=False"} if self.sampled else {}
+        idle |= {} if self.is_cap is not None else {"old_logprobs": "is_cap"}
+        for own in fields(self):
+            value = getattr(self, own.name)
+            given = value is not own.default and (isinstance(value, Tensor) or value != own.default)
+            if given and (needed := idle.get(own.name)):
+                raise ValueError(f"{own.name} has no effect without {needed}: leave it out, or set that")
 
 # %% ../../nbs/kernels/03_divergence.ipynb #1ebb89a2
 def _row_divergence(

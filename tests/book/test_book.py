@@ -436,7 +436,7 @@ def test_page_one_answers_in_one_screen(book, browser):
     named = re.search(r"\{newest-verdicts\}\n((?:\w+: .+\n)+)", (ROOT / "intro.md").read_text())[
         1
     ].splitlines()
-    assert 3 <= len(named) <= 5
+    assert 3 <= len(named) <= 6  # how many is a matter of taste, that they fit the screen is asserted above
     for spike, asked in (line.split(": ", 1) for line in named):
         assert f"{asked} {newest(runs_of(ROOT, spike)).verdict}" in short
     for spike in {run.spike for run in runs_of(ROOT)}:

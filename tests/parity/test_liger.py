@@ -253,10 +253,13 @@ def our_policy(
     **options: object,
 ) -> PolicyOutput:
     logprobs = token_logprobs((hidden @ head.T).float() / temperature, case.ids)
+    shared = ("epsilon_high", "max_completion_length")
+    options |= {name: KINDS[kind][name] for name in shared if name in KINDS[kind]}
+    options |= {"kl_coef": kl_coef, "kl_estimator": "k3"} if kl_coef else {}
+    options |= {} if kind == "cispo" else {"epsilon_low": EPSILON_LOW.get(kind, 0.2)}
     return policy_loss(
-        logprobs, case.old.float(), case.advantages, case.mask, kind=kind, kl_coef=kl_coef, kl_estimator="k3",
-        ref_logprobs=case.reference.float(), epsilon_low=EPSILON_LOW.get(kind, 0.2),
-        epsilon_high=KINDS[kind]["epsilon_high"], max_completion_length=12, **options,
+        logprobs, case.old.float(), case.advantages, case.mask, kind=kind,
+        ref_logprobs=case.reference.float(), **options,
     )  # fmt: skip
 
 

@@ -160,10 +160,9 @@ def test_policy_loss_equals_trl(batch: SimpleNamespace, kind: str, advantages: s
         kind=kind,
         epsilon_low=low,
         epsilon_high=high,
-        max_completion_length=12,
         ref_logprobs=batch.ref,
-        kl_coef=beta,
-        kl_estimator="k3",
+        **({"max_completion_length": 12} if kind == "dr_grpo" else {}),
+        **({"kl_coef": beta, "kl_estimator": "k3"} if beta else {}),
     ).loss
     theirs = trl_loss(
         batch, per_token_signal, loss_type=loss_type, level=level, low=low, high=high, beta=beta
