@@ -253,7 +253,8 @@ def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
         words = ANSI.sub("", f"{error.ename}: {error.evalue}").strip().splitlines()
         line = re.search(r"^-+> \d+ (.+)$", ANSI.sub("", str(error)), re.MULTILINE)
         where = f" at `{line[1].strip()}`" if line and not error.evalue else ""
-        return f"cell {number}: {words[0] if words else error.ename}{where}"
+        last = f" … {words[-1]}" if len(words) > 1 else ""  # of another process: its own error ends the message
+        return f"cell {number}: {words[0] if words else error.ename}{last}{where}"
     if isinstance(error, CellTimeoutError):
         return "a cell ran past its limit"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"

@@ -18,7 +18,8 @@ def run_suite(folder: Path, parity: str, other: str = "") -> str:
     (tests / "test_a_first_by_name.py").write_text("import pytest\n" + other)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # all passed, or some failed
+    ran = (0, 1, 2)  # all passed, some failed, stopped while collecting; above: pytest itself went wrong
+    assert done.returncode in ran, done.stdout + done.stderr
     return done.stdout
 
 

@@ -60,7 +60,8 @@ class Environment:
 _HERE = Path(importlib.util.find_spec("composer_nb").submodule_search_locations[0]) / "adapters"
 ENVIRONMENTS = {
     "verl": Environment(
-        "verl", _HERE / "verl.txt", beside=("PIL", "fastapi", "peft", "requests", "uvicorn", "zmq"),
+        "verl", _HERE / "verl.txt",
+        beside=("PIL", "fastapi", "jsonschema", "peft", "requests", "uvicorn", "zmq"),
         settings=(
             ("RAY_USAGE_STATS_ENABLED", "0"),
             ("VERL_USE_EXTERNAL_MODULES", "composer_nb.adapters.verl_plugin"),

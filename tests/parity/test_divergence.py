@@ -40,7 +40,7 @@ CASES = {
     "SDPO full a=.5 seq-mean-token-mean": dict(reduction="seq-mean-token-mean"),
     **{
         f"OPSD beta={b} T={t} topk={k}": dict(
-            beta=b, temperature=t, top_k=k, top_k_source="teacher", tail=False
+            beta=b, temperature=t, **({"top_k": k, "top_k_source": "teacher", "tail": False} if k else {})
         )
         for b in (0, 0.5, 1)
         for t, k in ((1.0, None), (1.1, None), (1.0, 3))
