@@ -8,7 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.drills.dialect_server import OUT, PROMPT, SHAPES, THOUGHT, DialectServer, Wrong, check
+from composer_nb.drills.dialect_answers import OUT, PROMPT, THOUGHT
+from composer_nb.drills.dialect_requests import SHAPES, Wrong, check
+from composer_nb.drills.dialect_server import DialectServer
 from composer_nb.replay import HTTPTeacher, Ledger, Price, Prices, replay_trace_sync
 from composer_nb.replay.answers import chat_answer, gemini_answer, messages_answer, responses_answer
 from composer_nb.replay.asking import read_again
