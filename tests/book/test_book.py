@@ -266,6 +266,29 @@ def test_the_roadmap_is_one_line(html, browser, width):
     assert re.fullmatch(rf"({'|'.join(captions)}) 1/\d+", lit)
 
 
+PROSE = re.compile(r"<(pre|script|style|head|table)\b.*?</\1>|<[^>]+>", re.DOTALL)
+
+
+def longest_word(page: Path) -> int:
+    return max(map(len, PROSE.sub(" ", page.read_text()).split()), default=0)
+
+
+def test_no_page_is_wider_than_a_phone(html, browser):
+    """The twenty pages with the longest words, and every page with a drawing of its own."""
+    tried = sorted(pages(html), key=longest_word)[-20:]
+    tried += [page for page in pages(html) if "<svg viewBox" in page.read_text()]
+    settings = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", settings)
+    wide = {}
+    try:
+        for page in tried:
+            browser.get(page.as_uri())
+            wide[page.stem] = browser.execute_script("return document.documentElement.scrollWidth")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert {page: width for page, width in wide.items() if width > 390} == {}
+
+
 def next_page(page: Path) -> Path | None:
     found = re.search(r'class="right-next"\s+href="([^"]+)"', page.read_text())
     return (page.parent / found[1]).resolve() if found else None
