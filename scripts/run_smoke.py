@@ -22,13 +22,16 @@ from run_lone import Nest, Sources
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = ("papermill",)  # what takes long to import in `spikes/run.py`
 ELSEWHERE = ("006",)  # spikes that another stage runs
-SLOWEST = ("008_diloco", "012_ladder", "011b_turn_training", "011_turn_local")  # begin first, in this order
+SLOWEST = (  # begin first, in this order
+    "008_diloco", "012_ladder", "003b_equal_cost", "007_real_traces", "011b_turn_training", "011_turn_local",
+    "001_teacher_cost",
+)  # fmt: skip
 
 
 def spikes(root: Path) -> list[str]:
-    """Names of the spikes: those that take longest, then the last first."""
+    """Names of the spikes: those that take longest, then by name, so that those that only read come last."""
     found = [path.parent.name for path in root.glob("spikes/*/spike.ipynb")]
-    rest = sorted((name for name in found if not name.startswith((*ELSEWHERE, *SLOWEST))), reverse=True)
+    rest = sorted(name for name in found if not name.startswith((*ELSEWHERE, *SLOWEST)))
     return [name for name in SLOWEST if name in found] + rest
 
 
