@@ -20,7 +20,7 @@ QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p prompts=2 -p accumulati
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
-STAGES := install browser lint sync clean-check smoke+book lone+pytest
+STAGES := install browser lint+sync+clean-check smoke+book lone+pytest
 WORKERS ?= 3
 
 VENV_STAMP := $(VENV)/.stamp-venv

@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,40 +72,89 @@ def spike_of(run: Path) -> str:
 # --- against history -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Change:
+    """What a commit did to a file: A is added, M changed; the blob that the file is from then on."""
+
+    commit: str
+    kind: str
+    blob: str
+
+
+def changes_of_spikes(root: Path) -> dict[str, list[Change]]:
+    """Every change of every file under `spikes/`, newest first, by the file's name."""
+    found: dict[str, list[Change]] = {}
+    commit = ""
+    words = ("log", "--raw", "--no-abbrev", "--no-renames", "-z", "--format=%x01%H", "--", "spikes/")
+    fields = iter(git(root, *words).split("\0"))
+    for field in fields:
+        if "\x01" in field:
+            commit = field.partition("\x01")[2].strip()
+        elif field.strip():
+            *_, blob, kind = field.split()
+            found.setdefault(next(fields), []).append(Change(commit, kind[0], blob))
+    return found
+
+
 class History:
     """All commits that HEAD comes from, newest first, and what they hold."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.commits = git(root, "rev-list", "HEAD").split()
+        self._trees: dict[str, dict[str, tuple[str, str]]] = {}
         self._ids: dict[tuple[str, str], dict[str, str]] = {}
+        self._before: dict[str, list[str]] = {}
+        self._changes = changes_of_spikes(root)
+        self.held = git(root, "ls-tree", "-r", "-z", "--name-only", "HEAD", "spikes/").split("\0")
+
+    def trees(self, spike: str) -> dict[str, tuple[str, str]]:
+        """Git ids of the package's and of the spike's folder in every commit; empty where there is none."""
+        if spike not in self._trees:
+            asked = [f"{c}:{name}" for c in self.commits for name in ("composer_nb", f"spikes/{spike}")]
+            words = ["git", "-C", str(self.root), "cat-file", "--batch-check=%(objectname)"]
+            said = subprocess.run(
+                words, input="\n".join(asked), capture_output=True, text=True, check=True
+            ).stdout.splitlines()
+            found = ["" if line.endswith(" missing") else line for line in said]
+            self._trees[spike] = dict(zip(self.commits, zip(found[::2], found[1::2]), strict=True))
+        return self._trees[spike]
 
     def ids(self, commit: str, spike: str) -> dict[str, str]:
         """Git ids by role that a commit holds for a spike; empty where it has neither package nor spike."""
-        key = commit, spike
-        if key not in self._ids:
-            self._ids[key] = ids_at(self.root, spike, commit)
-        return self._ids[key]
+        package, folder = self.trees(spike)[commit]
+        if (spike, folder) not in self._ids:  # commits that hold the same folder hold the same files
+            found = ids_at(self.root, spike, commit) if folder else {}
+            self._ids[spike, folder] = {role: one for role, one in found.items() if role != "package"}
+        return ({"package": package} if package else {}) | self._ids[spike, folder]
+
+    def changes(self, path: Path) -> list[Change]:
+        """What commits did to a file under `spikes/`, newest first."""
+        return self._changes.get(path.relative_to(self.root).as_posix(), [])
 
     def added(self, path: Path) -> str | None:
         """The first commit that added a file; None for one that is not committed."""
-        name = path.relative_to(self.root).as_posix()
-        found = git(self.root, "log", "--diff-filter=A", "--format=%H", "--", name).split()
-        return found[-1] if found else None
+        return next((change.commit for change in reversed(self.changes(path)) if change.kind == "A"), None)
 
     def before(self, commit: str | None) -> list[str]:
         """The commits that came before `commit`; all of them for None."""
-        return self.commits if commit is None else git(self.root, "rev-list", commit).split()[1:]
+        if commit is None:
+            return self.commits
+        if commit not in self._before:
+            self._before[commit] = git(self.root, "rev-list", commit).split()[1:]
+        return self._before[commit]
+
+    def blob(self, name: str, path: Path) -> bytes:
+        """What git keeps under the id of a blob: what `path` holds, where that has the same id."""
+        if path.is_file() and blob_id(path) == name:
+            return path.read_bytes()
+        read = ["git", "-C", str(self.root), "cat-file", "blob", name]
+        return subprocess.run(read, capture_output=True, check=True).stdout
 
     def versions(self, path: Path) -> list[tuple[str, bytes]]:
         """Blob id and content of every committed version of a file, oldest first."""
-        name = path.relative_to(self.root).as_posix()
-        commits = git(self.root, "log", "--reverse", "--diff-filter=AM", "--format=%H", "--", name).split()
-        blobs = [git(self.root, "rev-parse", f"{commit}:{name}") for commit in commits]
-        read = ["git", "-C", str(self.root), "cat-file", "blob"]
-        return [
-            (blob, subprocess.run([*read, blob], capture_output=True, check=True).stdout) for blob in blobs
-        ]
+        made = [change.blob for change in reversed(self.changes(path)) if change.kind in "AM"]
+        return [(blob, self.blob(blob, path)) for blob in made]
 
 
 def identity_faults(run: Path, metrics: Mapping[str, Any], history: History) -> dict[str, str]:
@@ -187,9 +237,8 @@ def edited_faults(run: Path, why: Mapping[str, str], history: History) -> list[s
 def committed_names(run: Path, history: History) -> set[str]:
     """Names of the files that the last commit holds for a run."""
     folder = f"{run.relative_to(history.root).as_posix()}/"
-    return {
-        Path(name).name for name in git(history.root, "ls-tree", "--name-only", "HEAD", folder).splitlines()
-    }
+    inside = (name.removeprefix(folder) for name in history.held if name.startswith(folder))
+    return {name.partition("/")[0] for name in inside}
 
 
 def comparable(name: str, data: bytes) -> Any:
@@ -311,6 +360,8 @@ def parsed(cell: Mapping[str, Any]) -> ast.Module | None:
 def cells_on_runs(cells: Sequence[Mapping[str, Any]]) -> list[int]:
     """Cells that read committed runs, and cells that use what those bound."""
     found, bound = [], set()
+    if not any(READS_RUNS.search(cell["source"]) for cell in cells):
+        return found
     for number, cell in enumerate(cells):
         if parsed(cell) is None:
             continue

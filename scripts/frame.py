@@ -46,7 +46,8 @@ def module_of(notebook: nbformat.NotebookNode) -> str | None:
 
 def imported(notebook: nbformat.NotebookNode) -> set[str]:
     """Modules of the package that a chapter imports, without the package's own name."""
-    trees = [tree for cell in notebook.cells if cell.cell_type == "code" and (tree := parsed(cell.source))]
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code" and "import" in cell.source]
+    trees = filter(None, map(parsed, code))
     names = {n.module for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     return {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")}
 

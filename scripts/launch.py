@@ -73,7 +73,13 @@ def links(path: Path, root: Path = ROOT) -> str:
 
 def imports(source: str) -> Iterator[str]:
     """Every module that a piece of code imports at any depth; of `from a import b` both `a` and `a.b`."""
-    for node in ast.walk(ast.parse(MAGIC.sub(r"\1pass", source))):
+    tree = ast.parse(MAGIC.sub(r"\1pass", source))
+    if "import" in source:  # walking takes much longer than parsing
+        yield from imports_in(tree)
+
+
+def imports_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -101,7 +107,7 @@ def imports_of_module(name: str, root: Path) -> frozenset[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = parts[: len(parts) - node.level + 1]
             node.module, node.level = ".".join([*base, *filter(None, [node.module])]), 0
-    return frozenset(imports(ast.unparse(tree)))
+    return frozenset(imports_in(tree))
 
 
 def is_launch_cell(cell: nbformat.NotebookNode) -> bool:

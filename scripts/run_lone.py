@@ -19,6 +19,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -266,13 +267,32 @@ SLOW_IMPORTS = (
 )  # fmt: skip
 
 
-class Nest:
-    """A process of one environment that has imported `SLOW_IMPORTS` and forks a kernel for each page."""
+# In place of Python: a script that is asked for by its file is forked too, everything else gets Python itself.
+PYTHON_THAT_FORKS = """#!/bin/sh
+case "$1" in *.py) exec {command} run {address} -- "$@" ;; esac
+exec {python} "$@"
+"""
 
-    def __init__(self, python: Path, sources: Sources) -> None:
+
+class Nest:
+    """A process of one environment that has imported `SLOW_IMPORTS` and forks a kernel for each page. With
+    `scripts`, `python` in its folder is what kernels take for their interpreter, and forks scripts.
+    """
+
+    def __init__(
+        self, python: Path, sources: Sources, imports: Sequence[str] = (), scripts: bool = False
+    ) -> None:
         self.folder = tempfile.mkdtemp(prefix="composer_nb_nest_")
         self.address = str(Path(self.folder) / "socket")
-        words = [python, ROOT / "scripts" / "forked_kernel.py", "serve", self.address, *SLOW_IMPORTS]
+        self.python = python
+        if scripts:
+            self.python = Path(self.folder) / "python"
+            forking = shlex.join([str(python), "-IS", str(ROOT / "scripts" / "forked_kernel.py")])
+            place = {"address": shlex.quote(self.address), "python": shlex.quote(str(python))}
+            self.python.write_text(PYTHON_THAT_FORKS.format(command=forking, **place))
+            self.python.chmod(0o700)
+        words = [python, ROOT / "scripts" / "forked_kernel.py", "serve", self.address, self.python]
+        words += [*SLOW_IMPORTS, *imports]
         single = environment(python, sources) | {"OMP_NUM_THREADS": "1"}  # a fork would lose other threads
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=single, cwd=self.folder

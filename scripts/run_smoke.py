@@ -1,7 +1,9 @@
 """Every spike with smoke=True, some at a time: `python scripts/run_smoke.py --workers 3`.
 
 006 is left out: it runs in `run_lone.py`. Kernels are forked from one process that has made the slow
-third-party imports (`forked_kernel.py`), found through a kernel specification that `JUPYTER_PATH` names.
+third-party imports (`forked_kernel.py`), found through a kernel specification that `JUPYTER_PATH` names. So
+are `spikes/run.py`, and the scripts that a spike starts by their files; what it starts in any other way, or
+through an executor, begins as a Python of its own.
 """
 
 import argparse
@@ -18,14 +20,18 @@ from pathlib import Path
 from run_lone import Nest, Sources
 
 ROOT = Path(__file__).resolve().parents[1]
+IMPORTS = ("papermill",)  # what takes long to import in `spikes/run.py`
 ELSEWHERE = ("006",)  # spikes that another stage runs
-SLOWEST = ("008_diloco", "012_ladder", "011b_turn_training", "011_turn_local")  # begin first, in this order
+SLOWEST = (  # begin first, in this order
+    "008_diloco", "012_ladder", "003b_equal_cost", "007_real_traces", "011b_turn_training", "011_turn_local",
+    "001_teacher_cost",
+)  # fmt: skip
 
 
 def spikes(root: Path) -> list[str]:
-    """Names of the spikes: those that take longest, then the last first."""
+    """Names of the spikes: those that take longest, then by name, so that those that only read come last."""
     found = [path.parent.name for path in root.glob("spikes/*/spike.ipynb")]
-    rest = sorted((name for name in found if not name.startswith((*ELSEWHERE, *SLOWEST))), reverse=True)
+    rest = sorted(name for name in found if not name.startswith((*ELSEWHERE, *SLOWEST)))
     return [name for name in SLOWEST if name in found] + rest
 
 
@@ -38,9 +44,9 @@ def write_specification(folder: Path, command: Sequence[str]) -> None:
     (place / "kernel.json").write_text(json.dumps(said))
 
 
-def run(name: str, environment: dict[str, str]) -> tuple[str, int, float]:
+def run(name: str, python: Path, environment: dict[str, str]) -> tuple[str, int, float]:
     since = time.monotonic()
-    words = [sys.executable, str(ROOT / "spikes" / "run.py"), "--smoke", name]
+    words = [str(python), str(ROOT / "spikes" / "run.py"), "--smoke", name]
     done = subprocess.run(words, cwd=ROOT, env=environment, check=False)
     return name, done.returncode, time.monotonic() - since
 
@@ -51,12 +57,12 @@ def main() -> int:
     options = parser.parse_args()
     python = Path(sys.executable)
     with tempfile.TemporaryDirectory() as folder:
-        nest = Nest(python, Sources())
+        nest = Nest(python, Sources(), IMPORTS, scripts=True)
         try:
             write_specification(Path(folder), nest.command(python))
             environment = os.environ | {"JUPYTER_PATH": folder, "OMP_NUM_THREADS": "1"}
             with ThreadPoolExecutor(options.workers) as pool:
-                ended = list(pool.map(lambda name: run(name, environment), spikes(ROOT)))
+                ended = list(pool.map(lambda name: run(name, nest.python, environment), spikes(ROOT)))
         finally:
             nest.close()
     for name, code, seconds in ended:
