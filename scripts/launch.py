@@ -52,6 +52,8 @@ EXTRAS = {
 }
 # What a page starts as a process of its own, by a word of its cells, and the extra that has it.
 COMMANDS = {'"serve",': "drills"}  # `transformers serve`
+# An extra that comes along with another, so that more pages ask for the same ones and share an environment.
+ALONG = {"replay": "plot", "normalize": "smollm2"}
 
 
 def settings() -> configparser.SectionProxy:
@@ -139,7 +141,8 @@ def extras(notebook: nbformat.NotebookNode, path: Path, root: Path = ROOT) -> li
     cells = code_of(notebook, path)
     found = [f"{name}." for name in reached(cells, root)]
     needs = {extra for name, extra in EXTRAS.items() if any(m.startswith(f"{name}.") for m in found)}
-    return sorted(needs | {extra for word, extra in COMMANDS.items() if any(word in cell for cell in cells)})
+    needs |= {extra for word, extra in COMMANDS.items() if any(word in cell for cell in cells)}
+    return sorted(needs | {ALONG[name] for name in needs & ALONG.keys()})
 
 
 def launch_cell(path: Path, notebook: nbformat.NotebookNode, root: Path = ROOT) -> str:

@@ -372,6 +372,7 @@ def test_extras_follow_from_imports() -> None:
     assert "smollm2" in launch.extras(page("from composer_nb.models import load_model"), PLACE)
     assert "diloco" in launch.extras(page("#| default_exp diloco.outer\n", "%timeit 1"), PLACE)
     assert launch.extras(page("import mattplotlib_like"), PLACE) == []
+    assert launch.extras(page("import orjson"), PLACE) == ["plot", "replay"]  # one environment for both
     spike = ROOT / "spikes" / "005_trainer_cost" / "spike.ipynb"  # its script beside it needs the model
     assert launch.extras(page("import torch"), spike) == ["smollm2"]
     assert launch.extras(page('command = ["transformers", "serve", name]'), PLACE) == ["drills"]

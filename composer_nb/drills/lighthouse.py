@@ -119,4 +119,4 @@ class Town:
                 raise TimeoutError(
                     f"not within {seconds} s; exit codes {[p.poll() for p in self.replicas.values()]}"
                 )
-            time.sleep(0.05)
+            time.sleep(0.3)  # a look reads the whole log
