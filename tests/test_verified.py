@@ -9,14 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loss import full_batch
-from test_trainer import TOKENIZER, build, log
+from test_trainer import TOKENIZER, arguments, build, log
 
 from composer_nb.batch import Padding, verified_rows
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.channels import verified_channel
-from composer_nb.trainer import Feedback
+from composer_nb.tasks.contract import Fault, Outcome, Turn
+from composer_nb.tasks.files.episodes import Files
+from composer_nb.tasks.files.generator import Difficulty
+from composer_nb.tasks.house_rules import rules_of
+from composer_nb.tasks.ruled import Ruled
+from composer_nb.tasks.surfaces import JsonCalls
+from composer_nb.trainer import ComposerReplicationTrainer, Feedback
 from composer_nb.training.config import adopt
+from composer_nb.training.turns import TurnRollouts, prompts_of
 from composer_nb.training.verified import Rest, dry_rows, ended, first_of_each
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -214,8 +221,6 @@ def test_a_group_with_a_success_is_left_alone(tmp_path):
     ],
 )
 def test_settings_without_sense_are_refused(tmp_path, options, says):
-    from test_trainer import arguments
-
     with pytest.raises(ValueError, match=says):
         adopt(arguments(tmp_path), VERIFIED | dict(teacher="live") | options)
 
@@ -361,3 +366,166 @@ def test_a_checkpoint_without_the_memory_is_refused(tmp_path):
         ValueError, match="has no composer_hints_0.json: it was written with hint_mode='distil'"
     ):
         remembering(tmp_path / "c", str(folder))
+
+
+# --- over many turns --------------------------------------------------------------------------------
+
+
+class Sums:
+    """Two requests, each answered right by a text with an even number of letters; two tasks that differ."""
+
+    name = "sums"
+
+    def __init__(self, flaky=False):
+        self.flaky, self.opened = flaky, 0
+
+    def tasks(self, split, count, seed=0):
+        return list(range(count))
+
+    def episode(self, task):
+        self.opened += 1
+        return SumEpisode(task, self.opened if self.flaky else 0)
+
+    def hints(self, turn):
+        return {} if turn.right else {"error": HINT}
+
+
+class SumEpisode:
+    def __init__(self, task, noise):
+        self.task, self.noise, self.turns = task, noise, []
+        self.said = [{"role": "user", "content": f"Request: task {task}, first"}]
+
+    @property
+    def done(self):
+        return len(self.turns) == 2
+
+    def messages(self):
+        return list(self.said)
+
+    def step(self, text):
+        assert not self.done and HINT not in str(self.said)
+        right = len(self.turns) == 0 or text == "taken again"
+        fault = None if right else Fault("wrong_effect", "odd")
+        number = len(self.turns)
+        turn = Turn(self.said[-1]["content"], text, None, f"noted {self.noise}", fault, {}, number)
+        self.turns.append(turn)
+        self.said.append({"role": "assistant", "content": text})
+        if not self.done:
+            self.said.append({"role": "user", "content": f"{turn.reply}. Request: task {self.task}, second"})
+        return turn
+
+    def outcome(self):
+        solved = self.done and all(turn.right for turn in self.turns)
+        return Outcome(solved, {"end": float(solved)}, tuple(self.turns))
+
+
+def over_turns(folder, family=None, says="taken again", trl=None, **options):
+    """Two steps over episodes whose second answer is always wrong at first; re-takes say `says`."""
+    family = family or Sums()
+    tasks = family.tasks("train", 8)
+    rollouts = TurnRollouts(family, tasks, lambda turn: family.hints(turn).get("error"))
+    given = dict(max_steps=2, num_generations=2) | (trl or {})
+    settings = dict(teacher="live", beta_replay=0.0) | VERIFIED | options
+    trainer = ComposerReplicationTrainer(
+        tiny.model(), rollouts.reward, adopt(arguments(folder, **given), settings), prompts_of(family, tasks),
+        processing_class=TOKENIZER, rollout_func=rollouts, feedback_func=rollouts.feedback,
+    )  # fmt: skip
+    contexts, sample = [], trainer._generate_single_turn
+
+    def scripted(ids, *rest):
+        contexts.append([list(map(int, row)) for row in ids])
+        hinted = [HINT in TOKENIZER.decode(row) for row in ids]
+        if not any(hinted):
+            return sample(ids, *rest)
+        assert all(hinted)
+        return [[*encode(TOKENIZER, says), TOKENIZER.eos_token_id] for _ in ids], None
+
+    trainer._generate_single_turn = scripted
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    learned, fields = [], trainer._hint_fields
+    trainer._hint_fields = lambda output: learned.append(fields(output)) or learned[-1]
+    trainer.train()
+    moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    return trainer, log(trainer), moved, contexts, learned
+
+
+def test_the_faulty_turn_is_taken_again_where_it_stood_and_learned_without_the_hint(tmp_path):
+    _, lines, moved, contexts, learned = over_turns(tmp_path)
+    assert moved
+    for line, fields in zip(lines, learned, strict=True):
+        assert line["sdpo/dry_groups"] == 1.0 and line["sdpo/retakes"] == line["sdpo/retakes_passed"] == 2
+        ids, scored = fields["verified_input_ids"], fields["verified_loss_mask"].bool()
+        attention = fields["verified_attention_mask"].bool()
+        rows = scored.any(1).nonzero().flatten().tolist()
+        assert len(rows) == 2
+        for row in rows:
+            assert TOKENIZER.decode(ids[row][scored[row]]).startswith("taken again")
+            context = ids[row][attention[row] & ~scored[row]].tolist()
+            text = TOKENIZER.decode(context)
+            assert HINT not in text and "first" in text and "second" in text
+            assert context in [one for call in contexts for one in call]  # as the student had read it
+    for text in (TOKENIZER.decode(one) for call in contexts for one in call):
+        assert HINT not in text or text.index("first") < text.index(HINT)
+
+
+@pytest.mark.parametrize("family", [Sums(), Sums(flaky=True)])
+def test_what_the_world_does_not_confirm_is_not_learned(tmp_path, family, recwarn):
+    """A wrong answer, and a right one in a world that went another way the second time."""
+    says = "taken again" if family.flaky else "wrong again"
+    _, lines, moved, _, learned = over_turns(tmp_path, family, says)
+    assert not moved and not any(learned)
+    assert all(line["sdpo/retakes"] == 2 and line["sdpo/retakes_passed"] == 0 for line in lines)
+    said = [str(one.message) for one in recwarn if "could not be taken again" in str(one.message)]
+    assert len(said) == family.flaky  # told once
+    assert all(("sdpo/retake_reward" in line) is not family.flaky for line in lines)
+
+
+def test_what_passed_at_a_turn_is_learned_again_later(tmp_path):
+    _, lines, _, _, learned = over_turns(tmp_path, trl=dict(max_steps=2), retake_repeats=2)
+    assert [line["sdpo/retakes_learned"] for line in lines] == [2, 4]
+    assert len(learned[1]["verified_loss_mask"].any(1).nonzero()) == 4
+
+
+def test_lift_and_gated_hints_still_refuse_rollout_functions(tmp_path):
+    for options in (dict(lift_steps=1), dict(hint_mode="gated")):
+        with pytest.raises(ValueError, match="samples single turns"):
+            over_turns(tmp_path, **options)
+
+
+def test_a_refused_call_in_the_middle_of_a_task_is_learned_in_the_houses_form(tmp_path):
+    """House rules around a file task of two requests: the second call is plain, refused, and taken again."""
+    rules = rules_of(1, kinds=("key_of_arguments",))
+    inside = Files(JsonCalls(), dials=(Difficulty(2),))
+    family = Ruled(inside, rules)
+    task = family.tasks("train", 1)[0]
+    plain, formed = inside.reference(task), family.reference(task)
+    rollouts = TurnRollouts(family, [task] * 8, lambda turn: family.hints(turn).get("refusal"))
+    given = dict(max_steps=1, num_generations=2, max_completion_length=64)
+    trainer = ComposerReplicationTrainer(
+        tiny.model(), rollouts.reward,
+        adopt(arguments(tmp_path, **given), dict(teacher="live", beta_replay=0.0) | VERIFIED),
+        prompts_of(family, [task] * 8), processing_class=TOKENIZER, rollout_func=rollouts,
+        feedback_func=rollouts.feedback,
+    )  # fmt: skip
+    says, seen = family.hints(family.episode(task).step(plain[0]))["refusal"], []
+
+    def scripted(ids, *rest):
+        texts = [TOKENIZER.decode(row) for row in ids]
+        seen.extend(texts)
+        answers = [
+            formed[1] if says in text else plain[1] if formed[0] in text else formed[0] for text in texts
+        ]
+        return [[*encode(TOKENIZER, answer), TOKENIZER.eos_token_id] for answer in answers], None
+
+    trainer._generate_single_turn = scripted
+    learned, fields = [], trainer._hint_fields
+    trainer._hint_fields = lambda output: learned.append(fields(output)) or learned[-1]
+    trainer.train()
+    line = log(trainer)[0]
+    assert line["reward"] < 1 and line["sdpo/retakes"] == line["sdpo/retakes_passed"] == 2
+    ids, scored = learned[0]["verified_input_ids"], learned[0]["verified_loss_mask"].bool()
+    for row in scored.any(1).nonzero().flatten():
+        assert TOKENIZER.decode(ids[row][scored[row]], skip_special_tokens=True) == formed[1]
+        context = TOKENIZER.decode(ids[row][~scored[row]])
+        assert formed[0] in context and says not in context
+    assert sum(says in text for text in seen) == 2

@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .feedback import joined
 from .hinting import compared_rows
 from .verified import Memory, Rest, VerifiedTrainer, first_of_each, kind_of, retaken
 
@@ -98,7 +97,7 @@ class GatedTrainer(VerifiedTrainer):
             return {}
         self._gains = self._gains or Gains(self.args.gate_memory, self.args.gate_errors)
         rows = rows_to_ask(self, fields, len(output["prompt_ids"]))
-        earned = retaken(self, rows, joined(output) | fields)[1] if rows else torch.zeros(0)
+        earned = retaken(self, rows, output, fields)[1] if rows else torch.zeros(0)
         all_earned, first = self._earned.cpu(), self.accelerator.process_index * len(output["prompt_ids"])
         own, others = all_earned[first:], others_mean(all_earned, self.num_generations)[first:]
         gains = [(kind_of(self, row), (e - others[row]).item()) for row, e in zip(rows, earned.cpu())]

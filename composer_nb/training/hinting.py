@@ -45,8 +45,10 @@ def refuse_hint_settings(trainer: Any) -> None:
     plain = all(
         callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in funcs
     )
-    single = not (trainer.use_vllm or trainer.tools or trainer.rollout_func or trainer.environment_factories)
     again = args.hint_mode != "distil"  # answers with a hint are sampled and graded
+    turns = args.hint_mode == "verified" and not args.lift_steps and hasattr(trainer.rollout_func, "retake")
+    single = turns or not trainer.rollout_func
+    single &= not (trainer.use_vllm or trainer.tools or trainer.environment_factories)
     asks = f"hint_mode={args.hint_mode!r}" if again else "lift_steps"
     cure = "hint_mode='distil'" if again else "lift_steps=0"
     if (args.lift_steps or again) and not (plain and single):

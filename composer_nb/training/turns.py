@@ -11,14 +11,14 @@ from typing import Any, Literal, get_args
 
 from datasets import Dataset
 
-from ..tasks.contract import Episode, TaskFamily, Turn
+from ..tasks.contract import Episode, EpisodeLost, TaskFamily, Turn
 from ..tasks.rollouts import Trajectory, plain, roll_out
 from .feedback import Feedback
 from .turn_credit import turn_returns
 
 # %% auto #0
 __all__ = ['TASK', 'Hint', 'TurnReward', 'Where', 'prompts_of', 'task_number', 'columns_of_rows', 'played', 'said_in',
-           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'TurnRollouts']
+           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'turn_again', 'TurnRollouts']
 
 # %% ../../nbs/training/45_turns.ipynb #tu000006
 TASK = "task"  # key of the last message of a prompt: which task it opens
@@ -116,6 +116,23 @@ def chosen(found: tuple[Feedback, ...], where: Where, rng: random.Random) -> tup
         return (one,)
     return Feedback(one.hint, at, compared=False), Feedback("", one.site)
 
+# %% ../../nbs/training/45_turns.ipynb #tu0000r2
+def turn_again(
+    row: Trajectory, episode: Episode, turn: int, text: str, earns: TurnReward | None = None
+) -> float | None:
+    """What `text` earns as answer number `turn` of a rollout, in a fresh episode of its task. None where that
+    is lost, or does not go the way that the rollout went.
+    """
+    said = [message["content"] for message in row.messages if message.get("sampled")]
+    try:
+        before = [episode.step(answer).reply for answer in said[:turn]]
+        if row.lost or episode.done or before != [one.reply for one in row.outcome.turns[:turn]]:
+            return None
+        found = episode.step(text)
+    except EpisodeLost:
+        return None
+    return float(found.right) if earns is None else float(earns(found))
+
 # %% ../../nbs/training/45_turns.ipynb #tu0000b8
 class TurnRollouts:
     """TRL's `rollout_func` over a family's tasks, with the `reward` and the `feedback` that go with it.
@@ -147,6 +164,15 @@ class TurnRollouts:
         "What came from each answer on; nothing of a lost episode."
         turns = () if row.lost else row.outcome.turns[: len(row.turns)]
         return turn_returns([self.turn_reward(turn) for turn in turns], self.discount)
+
+    def retake(
+        self, prompt: Sequence[Mapping[str, Any]], columns: Mapping[str, Any], turn: int, text: str
+    ) -> float | None:
+        """What answer number `turn` of a rollout would have earned, had it been `text`: the episode is played
+        again up to there. By `turn_reward`, else 1 for a right turn. None where that cannot be said.
+        """
+        episode = self.family.episode(self.tasks[task_number(prompt, len(self.tasks))])
+        return turn_again(columns["trajectory"], episode, turn, text, self.turn_reward)
 
     def reward(self, trajectory: Sequence[Trajectory], **columns: Any) -> list[float | None]:
         "None where the episode was lost: TRL leaves such a row out of its group's baseline."

@@ -14,13 +14,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..batch import verified_rows
-from .feedback import hints_in, joined
+from ..hints.place import sampled_turns
+from .feedback import hints_in, joined, rollout_of
 from .hinting import HintTrainer, compared_rows, fresh_reward
 from .lift import contexts_of
 
 # %% auto #0
 __all__ = ['Learned', 'VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'Memory', 'VerifiedTrainer', 'kind_of',
-           'rows_to_retake', 'ended', 'retaken', 'learned_rows']
+           'rows_to_retake', 'ended', 'retaken', 'turns_again', 'learned_rows']
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000007
 def dry_rows(rewards: Float[Tensor, " B"], group: int, passing: float) -> Bool[Tensor, " B"]:
@@ -56,7 +57,7 @@ class Rest:
             self.until[kind] = step + 1 + self.steps
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000025
-Learned = tuple[list[int], list[int]]  # a bare prompt, and a verified answer
+Learned = tuple[list[int], list[int]]  # a context without the hint, and an answer to it
 
 
 class Memory:
@@ -93,11 +94,11 @@ class VerifiedTrainer(HintTrainer):
         self._rest = self._rest or Rest(self.args.retake_rest)
         self._memory = self._memory or Memory(self.args.retake_repeats)
         rows = rows_to_retake(self, fields, len(output["prompt_ids"]))
-        answers, earned = retaken(self, rows, joined(output) | fields) if rows else ([], torch.zeros(0))
+        pairs, earned = retaken(self, rows, output, fields) if rows else ([], torch.zeros(0))
         passed = (earned >= self.args.retake_pass).tolist()  # NaN, an answer without a reward, has not
-        passed = [right and ended(self, ids) for right, ids in zip(passed, answers)]
+        passed = [right and ended(self, answer) for right, (_, answer) in zip(passed, pairs)]
         self._look_at(rows, passed, earned.tolist())
-        kept = {row: ids for row, ids, right in zip(rows, answers, passed) if right}
+        kept = {row: pair for row, pair, right in zip(rows, pairs, passed) if right}
         return learned_rows(self, output, kept)
 
     def _look_at(self, rows: Sequence[int], passed: Sequence[bool], earned: Sequence[float]) -> None:
@@ -136,24 +137,44 @@ def ended(trainer: VerifiedTrainer, answer: Sequence[int]) -> bool:
 
 
 def retaken(
-    trainer: VerifiedTrainer, rows: Sequence[int], batch: dict[str, Tensor]
-) -> tuple[list[list[int]], Float[Tensor, " R"]]:
-    "An answer with the hint for each row, sampled as the run samples, and its reward."
-    every, hinted, _ = contexts_of(batch)
-    contexts = [hinted[every.index(row)] for row in rows]
-    sampled, _ = trainer._generate_single_turn(contexts, None, {}, 1)  # each has a context of its own
+    trainer: VerifiedTrainer, rows: Sequence[int], output: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+) -> tuple[list[Learned], Float[Tensor, " R"]]:
+    """For each row the context before its first compared turn, without the hint, and an answer that was
+    sampled there with the hint, as the run samples; and what the answers earned.
+    """
+    every, hinted, bare = contexts_of(joined(output) | fields)
+    at = [every.index(row) for row in rows]
+    sampled, _ = trainer._generate_single_turn([hinted[i] for i in at], None, {}, 1)  # each has its own
     answers = [list(map(int, ids)) for ids in sampled]
-    return answers, fresh_reward(trainer, rows, answers)
+    pairs = [(bare[i], answer) for i, answer in zip(at, answers)]
+    if not hasattr(trainer.rollout_func, "retake"):
+        return pairs, fresh_reward(trainer, rows, answers)
+    begins = [[begin for begin, _ in sampled_turns(rollout_of(output, row)[0].sampled)] for row in rows]
+    turns = [mine.index(len(context)) for mine, (context, _) in zip(begins, pairs)]
+    return pairs, turns_again(trainer, rows, turns, answers)
+
+# %% ../../nbs/training/33_verified_hints.ipynb #vh000032
+def turns_again(
+    trainer: VerifiedTrainer, rows: Sequence[int], turns: Sequence[int], answers: Sequence[list[int]]
+) -> Float[Tensor, " R"]:
+    "What answers number `turns` of the rows' rollouts would have earned; NaN where nobody can say."
+    inputs, prompts, _ = trainer._rewarded
+    texts = trainer._text_tokenizer().batch_decode(answers, skip_special_tokens=True)
+    again = trainer.rollout_func.retake
+    found = [again(prompts[row], inputs[row], turn, text) for row, turn, text in zip(rows, turns, texts)]
+    if lost := sum(earned is None for earned in found):
+        said = "their worlds were lost, or did not go the same way again"
+        trainer.report.tell("retake", f"{lost} turns could not be taken again: {said}")
+    return torch.tensor([math.nan if earned is None else float(earned) for earned in found])
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000015
 def learned_rows(
-    trainer: VerifiedTrainer, output: Mapping[str, Tensor], kept: Mapping[int, list[int]]
+    trainer: VerifiedTrainer, output: Mapping[str, Tensor], kept: Mapping[int, Learned]
 ) -> dict[str, Tensor]:
-    """Verified answers by row, behind the prompts that were asked without a hint, and earlier ones in rows
-    that have none; nothing where there are neither.
+    """Verified answers by row, behind their contexts without a hint, and earlier ones in rows that have none;
+    nothing where there are neither.
     """
-    bare = [ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"])]
-    rows: list[Learned] = [(prompt, kept.get(row, [])) for row, prompt in enumerate(bare)]
+    rows: list[Learned] = [kept.get(row, ([], [])) for row in range(len(output["prompt_ids"]))]
     free = [row for row in range(len(rows)) if row not in kept]
     earlier = trainer._memory.turn([rows[row] for row in kept], len(free))
     for row, pair in zip(free, earlier):
