@@ -78,7 +78,8 @@ def rollout_under(
             new = encode(tokenizer, text[len(said) :])
             ids, sampled = ids + new, sampled + [0] * len(new)
         else:  # the first turn, or a template that rewrites earlier turns
-            ids, sampled = encode(tokenizer, text), [0] * len(encode(tokenizer, text))
+            ids = encode(tokenizer, text)
+            sampled = [0] * len(ids)
         if number == site:
             site_in_ids = sum(1 for a, b in zip([0, *sampled], sampled, strict=False) if b and not a)
         ids, sampled = ids + turn, sampled + [1] * len(turn)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import saved_model, tokenizer
+from tiny import WORDS, saved_model, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SPIKE = ROOT / "spikes" / "012_ladder"
@@ -54,7 +54,7 @@ def trained(begun, name, **settings):
 def test_what_is_measured_beside_the_score(begun):
     _, _, made = begun
     figures = made["figures"]
-    assert figures["general_nll"] == pytest.approx(torch.log(torch.tensor(49152.0)).item(), abs=0.5)
+    assert figures["general_nll"] == pytest.approx(torch.log(torch.tensor(float(WORDS))).item(), abs=0.5)
     assert 0 < figures["length"] <= 4 and 0 <= figures["hint_leak"] <= 1
     assert all(len(made["series"][key]) == 2 for key in ("exact", "graded", "kept"))
 

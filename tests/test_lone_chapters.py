@@ -85,6 +85,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> run_lone.Sources:
     )
 
 
+@pytest.fixture(scope="module")
+def prepared() -> dict[str, run_lone.Job]:
+    """Every page as its reader opens it; nobody changes one."""
+    return {page: run_lone.prepare(page, ROOT) for page in CHAPTERS}
+
+
 # --- pages that run --------------------------------------------------------------------------------
 
 
@@ -378,14 +384,10 @@ def test_extras_follow_from_imports() -> None:
     assert launch.extras(page('command = ["transformers", "serve", name]'), PLACE) == ["drills"]
 
 
-def test_extras_of_the_table_exist() -> None:
+def test_extras_of_the_table_exist(prepared: dict[str, run_lone.Job]) -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(launch.EXTRAS.values()) <= declared.keys()
-    needed = {
-        extra
-        for p in CHAPTERS
-        for extra in launch.extras(nbformat.read(ROOT / f"{p}.ipynb", 4), ROOT / f"{p}.ipynb")
-    }
+    needed = {extra for job in prepared.values() for extra in job.needs}
     assert needed <= set(declared)
 
 
@@ -444,12 +446,13 @@ def test_a_visible_launch_cell_of_a_spike_stays_visible_and_in_its_place() -> No
     assert not notebook.cells[2].source.startswith("#| hide")
 
 
-def test_slow_and_gpu_cells_are_left_out_and_the_spike_smokes() -> None:
-    jobs = {page: run_lone.prepare(page, ROOT) for page in CHAPTERS}
-    sources = "\n".join(c.source for j in jobs.values() for c in j.notebook.cells if c.cell_type == "code")
+def test_slow_and_gpu_cells_are_left_out_and_the_spike_smokes(prepared: dict[str, run_lone.Job]) -> None:
+    sources = "\n".join(
+        c.source for j in prepared.values() for c in j.notebook.cells if c.cell_type == "code"
+    )
     assert not run_lone.LEFT_OUT.search(sources)
     assert run_lone.LEFT_OUT.search("#| slow\n1") and run_lone.LEFT_OUT.search("#|gpu\n1")
-    assert any(c.source.startswith("smoke = True") for c in jobs[run_lone.SPIKE].notebook.cells)
+    assert any(c.source.startswith("smoke = True") for c in prepared[run_lone.SPIKE].notebook.cells)
 
 
 def test_workers_share_pages_by_extras_and_take_each_once() -> None:

@@ -3,6 +3,7 @@ loss is named.
 """
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
@@ -14,10 +15,12 @@ from importlib import metadata
 import pytest
 import tiny
 import yaml
+from preloaded import Preloaded
 from trl.data_utils import is_conversational
 
 from composer_nb.batch import ComposerDataCollator, DPOPair
 from composer_nb.reference_cache import ReferenceCache, cached_reference_logprobs
+from composer_nb.replay import normalize as room
 from composer_nb.replay.normalize import (
     DEFAULT_RECIPE,
     NEAR_DUPLICATE_RECIPE,
@@ -50,6 +53,29 @@ def pair_of(state_id, chosen, rejected="I have no idea at all.", **more):
 
 def call_pair(state_id, name, **arguments):
     return pair_of(state_id, action_text(Action(tool_calls=(ToolCall(name, arguments),))))
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory):
+    """Whoever has run each operator once has imported what it imports late."""
+    folder = tmp_path_factory.mktemp("data_juicer")
+    steps = [*TOOL_CALL_RECIPE, *NEAR_DUPLICATE_RECIPE, {"clean_email_mapper": {}}]
+    records = [pair_record(pair_of("any", "What is it that you asked?"))]
+    (folder / "job.json").write_text(json.dumps({"records": records, "steps": steps, "text_key": "chosen"}))
+    begins = room._source().replace("sys.argv[1]", repr(str(folder)))
+    no_thread = "import sys, tqdm; tqdm.tqdm.monitor_interval = 0\n"
+    begins = begins.replace("import sys\n", no_thread, 1)
+    place = {"HF_DATASETS_CACHE": f"{folder}/datasets", "TMPDIR": str(folder), "PYTHONSAFEPATH": "1"}
+    made = Preloaded(begins, **room._OFFLINE, **place)
+    assert (folder / "done.json").exists()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def imported(preloaded, monkeypatch):
+    """The child is a fork of a process that has imported data-juicer, which takes longer than any recipe here."""
+    monkeypatch.setattr(room, "subprocess", preloaded)
 
 
 def installed():
@@ -158,6 +184,7 @@ def test_quiet_unless_asked(capfd):
     assert "text_length_filter" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("imported")
 def test_edited_texts_let_go_of_what_belonged_to_the_old_ones():
     known = {"rejected_ids": [5, 6], "chosen_ref_logprob": -1.0, "rejected_ref_logprob": -2.0}
     pairs = [pair_of("none", "write to the team", **known), pair_of("chosen", "write to a@b.com now", **known),
@@ -180,6 +207,7 @@ def test_edited_texts_let_go_of_what_belonged_to_the_old_ones():
     assert normalizer.report.edited == ("chosen", "rejected")
 
 
+@pytest.mark.usefixtures("imported")
 def test_operators_on_two_fields_each_use_their_own_numbers():
     recipe = [
         step
@@ -201,6 +229,7 @@ def test_operators_on_two_fields_each_use_their_own_numbers():
     ]
 
 
+@pytest.mark.usefixtures("imported")
 def test_nothing_left_and_nothing_given():
     normalizer = DJNormalizer()
     assert normalizer.normalize([pair_of("a", "no"), pair_of("b", "yes")]) == []
@@ -210,6 +239,7 @@ def test_nothing_left_and_nothing_given():
     assert normalizer.normalize([]) == [] and normalizer.report == NormalizeReport()
 
 
+@pytest.mark.usefixtures("imported")
 def test_tool_calls_need_their_recipe():
     calls = [call_pair("1+2", "add", a=1, b=2), call_pair("3+4", "add", a=3, b=4), call_pair("ls", "ls")]
     twins = [
@@ -222,6 +252,7 @@ def test_tool_calls_need_their_recipe():
     assert own.report.operators[-1].dropped == (("again", {"duplicate_of": "1+2"}),)
 
 
+@pytest.mark.usefixtures("imported")
 def test_near_duplicates_but_not_all_short_texts():
     text = "The function reads the file, splits it into lines and returns the longest of {}."
     pairs = [pair_of("first", text.format("them")), pair_of("near", text.format("these")), pair_of("short", "buy milk"),
@@ -232,6 +263,7 @@ def test_near_duplicates_but_not_all_short_texts():
     assert len(DJNormalizer().normalize(pairs)) == 4
 
 
+@pytest.mark.usefixtures("imported")
 def test_recipes(tmp_path):
     path = tmp_path / "recipe.yaml"
     content = {
@@ -303,6 +335,7 @@ def test_importing_the_room_does_not_import_data_juicer():
     )
 
 
+@pytest.mark.usefixtures("imported")
 def test_pairs_go_on_to_trl_and_to_the_reference(tmp_path):
     tokenizer = tiny.tokenizer()
     messages = [{"role": "user", "content": "What do my notes say?"}]
@@ -360,6 +393,7 @@ def pool(*actions):
     return [Scripted(name, action) for name, action in zip("ABCDE", actions)]
 
 
+@pytest.mark.usefixtures("imported")
 def test_trace_to_clean_pairs_in_and_outside_a_loop():
     states = [STATE, replace(STATE, state_id="s/1", messages=[{"role": "user", "content": "Again?"}])]
     normalizer = DJNormalizer()

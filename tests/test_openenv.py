@@ -11,7 +11,7 @@ import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -23,6 +23,7 @@ import trl
 import uvicorn
 from openenv.cli.__main__ import app as openenv_command
 from openenv.core.env_server.types import Action
+from preloaded import Preloaded
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
@@ -43,6 +44,7 @@ from composer_nb.adapters.openenv import (
     write_package,
 )
 from composer_nb.cli import app
+from composer_nb.drills import episode_server
 from composer_nb.drills.episode_server import EpisodeServer
 from composer_nb.tasks.contract import CLAIMS, EpisodeLost, garbled
 from composer_nb.tasks.files.engine import tools
@@ -63,8 +65,19 @@ FAMILIES = {"lines": FILES, "json": Files(JsonCalls()), "house_rules": HouseRule
 TOKENIZER = tiny.tokenizer()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Servers are forks of a process that has imported what they serve with, each a process that can be killed."""
+    imports = [line for line in episode_server.CODE.splitlines() if line.startswith(("import", "from"))]
+    made = Preloaded("\n".join(imports))
+    with pytest.MonkeyPatch.context() as own:
+        own.setattr(episode_server, "subprocess", made)
+        yield
+    made.close()
+
+
 @pytest.fixture(scope="module")
-def server():
+def server(imported):
     with EpisodeServer(count=24, sessions=20) as running:
         yield running
 
@@ -229,8 +242,8 @@ def test_tasks_are_found_by_number(remote):
 
 
 def test_the_validator_passes_a_server_that_runs(server):
-    words = [sys.executable, "-m", "openenv.cli", "validate", "--url", server.url]
-    assert subprocess.run(words, capture_output=True).returncode == 0
+    done = CliRunner().invoke(openenv_command, ["validate", "--url", server.url])
+    assert done.exit_code == 0, done.output
 
 
 # --- every family that the command serves ----------------------------------------------------------
@@ -428,9 +441,14 @@ def killed_at(trainer, server, turn):
     return back
 
 
-def test_a_server_killed_in_training_costs_the_rollouts_on_it_and_the_run_goes_on(tmp_path):
+def test_a_server_killed_in_training_costs_the_rollouts_on_it_and_the_run_goes_on(tmp_path, monkeypatch):
     """Two tasks, of two and of more requests: when the server dies in the third turn, the first is done."""
-    with EpisodeServer(count=8) as server:
+    server = EpisodeServer(count=8)
+    with monkeypatch.context() as plain:
+        plain.setattr(episode_server, "subprocess", subprocess)  # started from nothing, as in a run
+        server.start()
+    with ExitStack() as ended:
+        ended.callback(server.kill)
         remote = RemoteFamily(server.url, "files", patience=120)
         counts = [len(task.requests) for task in TaskShelf(FILES, 8).split("train")]
         tasks = [
@@ -510,24 +528,36 @@ def test_the_package_passes_the_validator_and_its_server_is_the_family(name, tmp
         write_package(tmp_path / name, name)
 
 
-def test_a_package_stands_by_itself(tmp_path):
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The folder of a package, and what a process in it tells of the family, then of the package's server."""
+    folder = tmp_path_factory.mktemp("package") / "one"
+    write_package(folder, "files")
+    code = (
+        "import json, sys, composer_nb.adapters.openenv as o; o.family_of('files'); torch = 'torch' in sys.modules\n"
+        "from server.app import app; print(json.dumps([torch, [r.path for r in app.routes]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder, *json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_package_stands_by_itself(package):
     """Validator and server in processes of their own, in the package's folder."""
-    write_package(tmp_path / "one", "files")
+    folder, _, routes = package
     words = [
         sys.executable,
         "-m",
         "openenv.cli",
         "validate",
-        str(tmp_path / "one"),
+        str(folder),
         "--level",
         "static",
         "--skip-build",
     ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    code = "from server.app import app; print([r.path for r in app.routes])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "one")
-    assert "/ws" in done.stdout, done.stderr[-2000:]
+    assert "/ws" in routes
 
 
 def test_an_unknown_family_is_named(tmp_path):
@@ -540,12 +570,9 @@ def test_an_unknown_family_is_named(tmp_path):
     assert said.exit_code == 0 and (tmp_path / "p" / "openenv.yaml").exists()
 
 
-def test_serving_needs_no_torch():
-    code = (
-        "import sys, composer_nb.adapters.openenv as o; o.family_of('files'); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr[-2000:]
+def test_serving_needs_no_torch(package):
+    _, torch, _ = package
+    assert torch is False
 
 
 def test_a_client_that_reconnects_is_refused(server):

@@ -5,10 +5,12 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import test_loss
+import test_trainer
 import tiny
 import torch
 from test_loss import full_batch
-from test_trainer import PAIRS, TOKENIZER, arguments, build, feedback, lit
+from test_trainer import PAIRS, arguments, build, feedback, lit
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
@@ -60,6 +62,16 @@ OTHER = {
     "kl_coef": dict(kl_coef=0.5),
     "kl_estimator": (dict(kl_coef=0.5), dict(kl_coef=0.5, kl_estimator="k3")),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_words():
+    """Of all words are the answers that pass when they are taken again, and those that do not."""
+    with pytest.MonkeyPatch.context() as own:
+        for room in (test_loss, test_trainer):
+            own.setattr(room, "TOKENIZER", tiny.tokenizer(whole=True))
+        own.setattr(tiny.model, "__defaults__", (0, torch.float32, tiny.WHOLE))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +397,7 @@ def test_a_composer_config_is_trls_own_and_more(tmp_path) -> None:
     assert type(arguments(tmp_path)) is not ComposerConfig
     saved = {f.name for f in dataclasses.fields(ComposerConfig)}
     assert saved >= {"alpha_sdpo", "beta_replay", "teacher", "taid_schedule"}
-    assert TOKENIZER is trainer.processing_class
+    assert test_trainer.TOKENIZER is trainer.processing_class
 
 
 def test_schedules_begin_at_the_weight_and_end_at_zero() -> None:

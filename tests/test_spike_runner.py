@@ -1,6 +1,8 @@
 """`spikes/run.py` through its command line and its functions, on small spikes in a temporary tree."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -68,6 +70,19 @@ def execute(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def told(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported papermill; kernels are processes of their own here too."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as own,
+    ):
+        own.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # what it sets for its kernels is not left behind
+        code = run.main(["--root", str(root), *arguments])
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 def good_metrics(**changed: Any) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "spike": SLUG,
@@ -122,7 +137,7 @@ def test_bad_parameter_is_refused_before_anything_is_written(
     tmp_path: Path, argument: str, said: str
 ) -> None:
     out = make_spike(tmp_path, WRITE_METRICS)
-    done = execute(tmp_path, SLUG, "--run", "a", "-p", argument)
+    done = told(tmp_path, SLUG, "--run", "a", "-p", argument)
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -149,12 +164,12 @@ def test_failed_cell_leaves_a_failed_notebook_and_a_kept_run_is_never_overwritte
     assert "boom at three" in first.stderr
     assert [p.name for p in out.iterdir() if p.name[0] != "."] == ["spike.failed.ipynb"]
     assert "began" in (out / "spike.failed.ipynb").read_text()
-    again = execute(tmp_path, SLUG, "--run", "a")
+    again = told(tmp_path, SLUG, "--run", "a")
     assert again.returncode == 1 and "did not finish: --resume" in again.stderr
-    other = execute(tmp_path, SLUG, "--run", "a", "--resume")
+    other = told(tmp_path, SLUG, "--run", "a", "--resume")
     assert other.returncode == 1 and "parameters changed since the attempt" in other.stderr
 
-    assert execute(tmp_path, SLUG, "--run", "b").returncode == 0
+    assert told(tmp_path, SLUG, "--run", "b").returncode == 0
     good = {p.name: p.read_bytes() for p in (out.parent / "b").iterdir()}
     assert sorted(good) == ["metrics.json", "spike.ipynb"]
     taken = execute(tmp_path, SLUG, "--run", "b", "-p", "steps=4")
@@ -165,10 +180,10 @@ def test_failed_cell_leaves_a_failed_notebook_and_a_kept_run_is_never_overwritte
 def test_a_scratch_folder_may_be_written_again_and_keeps_the_last_good_notebook(tmp_path: Path) -> None:
     make_spike(tmp_path, "if steps == 3: raise ValueError('boom')", WRITE_METRICS)
     out = tmp_path / "out" / "scratch" / SLUG / "last"
-    done = execute(tmp_path, SLUG, "--scratch")
+    done = told(tmp_path, SLUG, "--scratch")
     assert done.returncode == 0 and f"results: out/scratch/{SLUG}/last" in done.stdout
     good = (out / "spike.ipynb").read_bytes()
-    assert execute(tmp_path, SLUG, "--scratch", "-p", "steps=3").returncode == 1
+    assert told(tmp_path, SLUG, "--scratch", "-p", "steps=3").returncode == 1
     assert (out / "spike.ipynb").read_bytes() == good
     assert (out / "spike.failed.ipynb").exists()
     assert not (tmp_path / "spikes" / SLUG / "runs").exists()
@@ -179,7 +194,7 @@ def test_notebook_that_writes_no_metrics_fails_even_beside_old_ones(tmp_path: Pa
     out = tmp_path / "elsewhere"
     out.mkdir()
     (out / "metrics.json").write_text(json.dumps(good_metrics()))
-    done = execute(tmp_path, SLUG, "--out", str(out))
+    done = told(tmp_path, SLUG, "--out", str(out))
     assert done.returncode == 1
     assert "without writing metrics.json" in done.stderr
     assert not (out / "spike.ipynb").exists()
@@ -188,7 +203,7 @@ def test_notebook_that_writes_no_metrics_fails_even_beside_old_ones(tmp_path: Pa
 
 def test_bad_metrics_fail_the_run_and_are_set_aside(tmp_path: Path) -> None:
     out = make_spike(tmp_path, WRITE_METRICS.replace('"verdict": "keep"', '"verdict": "great"'))
-    done = execute(tmp_path, SLUG, "--run", "a")
+    done = told(tmp_path, SLUG, "--run", "a")
     assert done.returncode == 1
     assert "verdict is 'great'" in done.stderr
     left = sorted(p.name for p in out.iterdir() if p.name[0] != ".")
@@ -226,7 +241,7 @@ display({{"image/png": {image!r}, "text/plain": os.getcwd()}}, raw=True)
 def test_out_of_tree_folder_is_used_and_not_written_down(tmp_path: Path) -> None:
     make_spike(tmp_path / "tree", WRITE_METRICS)
     out = tmp_path / "elsewhere"
-    done = execute(tmp_path / "tree", SLUG, "--out", str(out))
+    done = told(tmp_path / "tree", SLUG, "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert (out / "spike.ipynb").exists()
     assert str(tmp_path) not in (out / "spike.ipynb").read_text()
@@ -235,7 +250,7 @@ def test_out_of_tree_folder_is_used_and_not_written_down(tmp_path: Path) -> None
 def test_all_smoke_runs_every_spike_and_goes_on_after_a_failure(tmp_path: Path) -> None:
     make_spike(tmp_path, "raise RuntimeError('first one breaks')", slug="100_breaks")
     make_spike(tmp_path, WRITE_METRICS)
-    done = execute(tmp_path, "--all", "--smoke")
+    done = told(tmp_path, "--all", "--smoke")
     assert done.returncode == 1
     assert "1 of 2 spikes ran; failed: 100_breaks" in done.stdout
     metrics = json.loads((tmp_path / "spikes" / SLUG / "runs" / "_smoke" / "metrics.json").read_text())
@@ -247,14 +262,14 @@ def test_all_smoke_runs_every_spike_and_goes_on_after_a_failure(tmp_path: Path) 
 
 def test_all_without_spikes_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "spikes").mkdir()
-    done = execute(tmp_path, "--all", "--smoke")
+    done = told(tmp_path, "--all", "--smoke")
     assert done.returncode == 1 and "no spikes" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ""])
 def test_run_name_stays_inside_the_runs_folder(tmp_path: Path, name: str) -> None:
     make_spike(tmp_path, WRITE_METRICS)
-    done = execute(tmp_path, SLUG, "--run", name)
+    done = told(tmp_path, SLUG, "--run", name)
     assert done.returncode == 1
     assert not (tmp_path / "spikes" / SLUG / "runs").exists()
 
@@ -315,7 +330,7 @@ def test_line_whose_comment_holds_an_equals_sign_is_still_a_parameter(tmp_path: 
 
 def test_list_says_type_default_and_meaning(tmp_path: Path) -> None:
     make_spike(tmp_path, WRITE_METRICS, parameters='steps: int = 2  # of training\nname: str = "x"')
-    done = execute(tmp_path, "--list", SLUG)
+    done = told(tmp_path, "--list", SLUG)
     assert done.stdout.splitlines() == ["steps: int = 2   of training", "name: str = 'x'"]
 
 
@@ -330,7 +345,7 @@ def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_written(tmp_path
 
     out = make_spike(tmp_path, WRITE_METRICS)
     device = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
-    done = execute(tmp_path, SLUG, "--run", "a", "-p", f"device={device}")
+    done = told(tmp_path, SLUG, "--run", "a", "-p", f"device={device}")
     assert done.returncode == 1 and not out.exists()
     assert len(done.stderr.splitlines()) == 1 and f"device='{device}'" in done.stderr
 
@@ -395,7 +410,7 @@ def test_options_that_do_not_go_together_are_one_line_each(
     tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     make_spike(tmp_path, WRITE_METRICS)
-    done = execute(tmp_path, SLUG, *arguments)
+    done = told(tmp_path, SLUG, *arguments)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "spikes" / SLUG / "runs").exists() and not (tmp_path / "here").exists()
 
@@ -439,15 +454,15 @@ def test_a_queue_passes_over_what_is_finished_and_goes_on_after_a_failure(tmp_pa
     queue.write_text(
         "# two runs, the first of which fails\n900 bad steps=3\n\n900 good steps=4  # the other\n"
     )
-    done = execute(tmp_path, "--queue", str(queue))
+    done = told(tmp_path, "--queue", str(queue))
     assert done.returncode == 1 and "1 of 2 runs ran; failed: 900_question · bad" in done.stdout
     good = (out.parent / "good" / "spike.ipynb").read_bytes()
     queue.write_text("900 good steps=4\n")
-    again = execute(tmp_path, "--queue", str(queue))
+    again = told(tmp_path, "--queue", str(queue))
     assert again.returncode == 0 and "finished before" in again.stdout
     assert (out.parent / "good" / "spike.ipynb").read_bytes() == good
     queue.write_text("900 good steps=5\n")
-    other = execute(tmp_path, "--queue", str(queue))
+    other = told(tmp_path, "--queue", str(queue))
     assert other.returncode == 1 and "finished with other parameters" in other.stderr
 
 
@@ -466,7 +481,7 @@ def test_a_queue_passes_over_what_is_finished_and_goes_on_after_a_failure(tmp_pa
 def test_a_wrong_line_of_a_queue_is_named_before_anything_runs(tmp_path: Path, text: str, said: str) -> None:
     make_spike(tmp_path, WRITE_METRICS)
     (tmp_path / "q.txt").write_text(text)
-    done = execute(tmp_path, "--queue", str(tmp_path / "q.txt"))
+    done = told(tmp_path, "--queue", str(tmp_path / "q.txt"))
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "spikes" / SLUG / "runs").exists()
 

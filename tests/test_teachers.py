@@ -29,10 +29,17 @@ from composer_nb.traces import Action, ToolCall, TraceState, vendor_of
 relaxed = settings(deadline=None, max_examples=60)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
 )
-TOOL = {"type": "function", "function": {"name": "read_file", "description": "Reads.", "parameters": {
-    "type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads.",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    },
+}
 CALL = {
     "id": "call_0001",
     "type": "function",
@@ -61,8 +68,14 @@ def state(text: str = "Hello", **fields) -> TraceState:
 def test_a_key_does_not_depend_on_spelling(content, options, seed):
     message = {"role": "user", "content": content}
     one = TeacherRequest("t", "m", (message,), ({"a": 1, "b": 2},), seed=seed, options=options)
-    turned = TeacherRequest("t", "m", (dict(reversed(message.items())),), ({"b": 2, "a": 1},), seed=seed,
-                            options=dict(reversed(options.items())))
+    turned = TeacherRequest(
+        "t",
+        "m",
+        (dict(reversed(message.items())),),
+        ({"b": 2, "a": 1},),
+        seed=seed,
+        options=dict(reversed(options.items())),
+    )
     assert one.key == turned.key and len(one.key) == 64
     assert dataclasses.replace(one, options=json.loads(json.dumps(options))).key == one.key
 
@@ -272,14 +285,19 @@ def test_bytes_bound_the_tokens_of_a_real_tokenizer(texts, with_tools):
     assert len(ids) <= prompt_token_bound(request)
 
 
-TOKENIZER = tiny.tokenizer()
+TOKENIZER = tiny.tokenizer(whole=True)
 
 
 def test_the_bound_counts_whatever_is_sent():
     base = TeacherRequest("t", "m", ({"role": "user", "content": "x"},))
-    more = [dataclasses.replace(base, **change) for change in (
-        {"options": {"response_format": {"type": "json_schema", "schema": "y" * 500}}}, {"tools": (TOOL,)},
-        {"messages": ({"role": "user", "content": "\U0001f600" * 125},)})]
+    more = [
+        dataclasses.replace(base, **change)
+        for change in (
+            {"options": {"response_format": {"type": "json_schema", "schema": "y" * 500}}},
+            {"tools": (TOOL,)},
+            {"messages": ({"role": "user", "content": "\U0001f600" * 125},)},
+        )
+    ]
     assert all(prompt_token_bound(request) >= prompt_token_bound(base) + 490 for request in more)
 
 
@@ -594,7 +612,7 @@ def wandering() -> LlamaForCausalLM:
     """A random model that does not repeat itself: large weights, and a head of its own."""
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 49152,
+        "vocab_size": tiny.WHOLE,
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 2,
@@ -614,7 +632,7 @@ def wandering() -> LlamaForCausalLM:
 
 
 def local(template: str | None = None, **options) -> LocalTeacher:
-    tokenizer = tiny.tokenizer()
+    tokenizer = tiny.tokenizer(whole=True)
     tokenizer.chat_template = template or tokenizer.chat_template
     return LocalTeacher(wandering(), tokenizer, name="tiny", **options)
 

@@ -27,7 +27,7 @@ from composer_nb.training.supervised_start import supervised_start
 from composer_nb.training.trainer import ComposerReplicationTrainer
 from composer_nb.training.turns import TurnRollouts, prompts_of
 
-TOKENIZER = tiny.tokenizer()
+TOKENIZER = tiny.tokenizer(whole=True)  # calls of whole words are learned in fewer steps
 TOKENIZER.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 THINKING = {"enable_thinking": False}
 TEMPLATE = {"chat_template": get_training_chat_template(TOKENIZER), **THINKING}
@@ -46,10 +46,10 @@ class OneTask(SolvedWith):
 ONE = OneTask(FAMILY.family, USED)
 
 
-def small():
+def small(words=tiny.WHOLE):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=words, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -160,12 +160,13 @@ def test_after_the_start_calls_are_sampled_and_a_step_is_trained_on_them(tmp_pat
 
 
 def test_after_a_start_json_calls_are_sampled_through_the_rollout_function(tmp_path):
-    family, model = OneTask(FAMILY.family, USED), small()
-    supervised_start(model, TOKENIZER, family, 250, size=1, learning_rate=5e-3, progress=False)
+    family, model, tokenizer = OneTask(FAMILY.family, USED), small(tiny.WORDS), tiny.tokenizer()
+    tokenizer.chat_template = TOKENIZER.chat_template
+    supervised_start(model, tokenizer, family, 250, size=1, learning_rate=5e-3, progress=False)
     rollouts = TurnRollouts(family, TASKS[:1], lambda turn: family.hints(turn)["error"], where="each")
     trainer = ComposerReplicationTrainer(
         model, rollouts.reward, settings(tmp_path, max_completion_length=64, per_device_train_batch_size=8, num_generations=8), prompts_of(family, TASKS[:1]),
-        processing_class=TOKENIZER, rollout_func=rollouts, feedback_func=rollouts.feedback,
+        processing_class=tokenizer, rollout_func=rollouts, feedback_func=rollouts.feedback,
     )  # fmt: skip
     (batch,) = watched(trainer)
     rows = [one["trajectory"] for one in trainer._rewarded[0]]

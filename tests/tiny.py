@@ -1,5 +1,10 @@
-"""Small random models and batches that the tests share."""
+"""Small random models, a tokenizer of the fewest words, and batches that the tests share."""
 
+import atexit
+import functools
+import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -7,14 +12,33 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from composer_nb.models import prepare_smollm2
 
-
-def tokenizer() -> PreTrainedTokenizerBase:
-    """The bundled model's tokenizer, with its real chat template."""
-    return AutoTokenizer.from_pretrained(prepare_smollm2())
+WORDS = 4096  # of the bundled model's 49,152: a softmax over all of them is most of a tiny model's work
+WHOLE = 49152
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 49152) -> LlamaForCausalLM:
-    """A two-layer random Llama over the bundled model's vocabulary."""
+@functools.cache
+def _few_words() -> Path:
+    """The bundled model's tokenizer with its first ids alone: the same bytes, special tokens and template."""
+    folder = Path(tempfile.mkdtemp(prefix="tiny_tokenizer_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    whole = prepare_smollm2()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(whole / name, folder)
+    content = json.loads((whole / "tokenizer.json").read_text(encoding="utf-8"))
+    words, merges = content["model"]["vocab"], content["model"]["merges"]
+    content["model"]["merges"] = merges[: len(merges) - (len(words) - WORDS)]  # each merge makes the next id
+    content["model"]["vocab"] = {word: i for word, i in words.items() if i < WORDS}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def tokenizer(whole: bool = False) -> PreTrainedTokenizerBase:
+    """The bundled model's tokenizer with its real chat template, and `WORDS` of its ids unless `whole`."""
+    return AutoTokenizer.from_pretrained(prepare_smollm2() if whole else _few_words())
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = WORDS) -> LlamaForCausalLM:
+    """A two-layer random Llama over the tokenizer's vocabulary."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -87,8 +87,8 @@ def run(folder: Path, words: Sequence[str], job: dict[str, object]) -> dict[str,
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     "Every run, in one process alone and under torchrun: most of the time goes into importing verl."
-    place, tokenizer = tmp_path_factory.mktemp("verl"), tiny.tokenizer()
-    model = tiny.model()
+    place, tokenizer = tmp_path_factory.mktemp("verl"), tiny.tokenizer(whole=True)
+    model = tiny.model(vocab_size=tiny.WHOLE)
     with torch.no_grad():
         for weight in model.parameters():  # else a random model says the same with a hint as without
             weight.mul_(32.0 if weight.ndim > 1 else 1.0)
