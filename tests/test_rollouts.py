@@ -120,9 +120,9 @@ def test_answers_are_drawn_from_the_models_own_distribution(monkeypatch):
 @pytest.mark.model
 def test_the_bundled_model_is_sampled_as_it_is(monkeypatch):
     model, tokenizer = load_model()
-    tasks = Files(dials=(Difficulty(3), Difficulty(4))).tasks("heldout", 8)
+    tasks = Files(dials=(Difficulty(3), Difficulty(4))).tasks("heldout", 16)
     contexts = [encode(tokenizer, render(tokenizer, FAMILY.episode(task).messages())) for task in tasks]
-    answers = drawn(model.eval(), tokenizer, contexts, 32, monkeypatch)
+    answers = drawn(model.eval(), tokenizer, contexts, 24, monkeypatch)
     assert abs(surprise(model, contexts, answers)) < 4
 
 

@@ -18,7 +18,7 @@ from .turn_credit import turn_returns
 
 # %% auto #0
 __all__ = ['TASK', 'Hint', 'TurnReward', 'Where', 'prompts_of', 'task_number', 'columns_of_rows', 'played', 'said_in',
-           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'turn_again', 'TurnRollouts']
+           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'turn_again', 'Retakes', 'TurnRollouts']
 
 # %% ../../nbs/training/45_turns.ipynb #tu000006
 TASK = "task"  # key of the last message of a prompt: which task it opens
@@ -133,8 +133,25 @@ def turn_again(
         return None
     return float(found.right) if earns is None else float(earns(found))
 
+# %% ../../nbs/training/45_turns.ipynb #tu0000r5
+class Retakes:
+    "What a rollout function needs so that its turns can be taken again."
+
+    family: TaskFamily
+    tasks: Sequence[Any]
+    turn_reward: TurnReward | None
+
+    def retake(
+        self, prompt: Sequence[Mapping[str, Any]], columns: Mapping[str, Any], turn: int, text: str
+    ) -> float | None:
+        """What answer number `turn` of a rollout would have earned, had it been `text`: the episode is played
+        again up to there. By `turn_reward`, else 1 for a right turn. None where that cannot be said.
+        """
+        episode = self.family.episode(self.tasks[task_number(prompt, len(self.tasks))])
+        return turn_again(columns["trajectory"], episode, turn, text, self.turn_reward)
+
 # %% ../../nbs/training/45_turns.ipynb #tu0000b8
-class TurnRollouts:
+class TurnRollouts(Retakes):
     """TRL's `rollout_func` over a family's tasks, with the `reward` and the `feedback` that go with it.
 
     `hint` writes the hint of a faulty turn, or None where it has nothing to say; `where` says above which
@@ -164,15 +181,6 @@ class TurnRollouts:
         "What came from each answer on; nothing of a lost episode."
         turns = () if row.lost else row.outcome.turns[: len(row.turns)]
         return turn_returns([self.turn_reward(turn) for turn in turns], self.discount)
-
-    def retake(
-        self, prompt: Sequence[Mapping[str, Any]], columns: Mapping[str, Any], turn: int, text: str
-    ) -> float | None:
-        """What answer number `turn` of a rollout would have earned, had it been `text`: the episode is played
-        again up to there. By `turn_reward`, else 1 for a right turn. None where that cannot be said.
-        """
-        episode = self.family.episode(self.tasks[task_number(prompt, len(self.tasks))])
-        return turn_again(columns["trajectory"], episode, turn, text, self.turn_reward)
 
     def reward(self, trajectory: Sequence[Trajectory], **columns: Any) -> list[float | None]:
         "None where the episode was lost: TRL leaves such a row out of its group's baseline."
