@@ -252,7 +252,8 @@ def test_the_older_field_for_a_call_has_its_result_too():
     ({"role": "assistant", "tool_calls": {"id": "a"}}, "not a list"),
     ({"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}, "names no function"),
     ({"role": "user", "content": "x", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
-     "only the assistant"), ({"role": [], "content": "x"}, "role"),
+     "only the assistant"),
+    ({"role": [], "content": "x"}, "role"),
 ])  # fmt: skip
 def test_what_nobody_can_mend_is_refused_with_its_place(message, why):
     with pytest.raises(ContextError, match=why.replace("[", r"\[")):

@@ -1176,8 +1176,8 @@ def test_shapes_of_chat_records(tmp_path):
                       {"role": "assistant", "content": [text("a"), text("b")]}]},
         {"custom_id": "r", "body": {"messages": [ask("3")], "model": "gpt-5"},
          "response": {"status_code": 200, "body": {"choices": [
-            {"message": {"role": "assistant", "content": "x"}},
-            {"message": {"role": "assistant", "content": "y"}}]}}},
+             {"message": {"role": "assistant", "content": "x"}},
+             {"message": {"role": "assistant", "content": "y"}}]}}},
         {"messages": [ask("4")], "choices": [{"message": {"role": "assistant", "content": "z"}}],
          "model": "m"},
         {"request": {"messages": [ask("5")]}, "response": None},

@@ -93,8 +93,9 @@ def test_exit_codes_when_asked(tmp_path):
 @pytest.mark.parametrize(("event", "text"), [
     (seen("read", "x"), "x"),
     (seen("user_rejected", "no"), "OBSERVATION:\nno\n[Last action has been rejected by the user]"),
-    (seen("run", "x", {"metadata": {"prefix": "<", "suffix": ">", "exit_code": -1,
-                                    "py_interpreter_path": "/p"}}), "<x>\n[Python interpreter: /p]"),
+    (seen("run", "x",
+          {"metadata": {"prefix": "<", "suffix": ">", "exit_code": -1, "py_interpreter_path": "/p"}}),
+     "<x>\n[Python interpreter: /p]"),
 ])  # fmt: skip
 def test_what_an_observation_is_to_the_model(event, text):
     assert observed_text(event) == text
