@@ -18,7 +18,9 @@ import nbformat
 from check_sync import ROOT, ExportError, copy_tree, run_nbdev
 
 MACHINE_PATH = re.compile(
-    r"(?<![\w.~-])(/(?:home|Users)/[\w.-]+|/root|/tmp|/var/(?:tmp|folders)|/work(?:space)?|[A-Z]:\\Users)(?![\w.-])"
+    r"(?<![\w.~-])"
+    r"(/(?:home|Users)/[\w.-]+|/root|/tmp|/var/(?:tmp|folders)|/work(?:space)?|[A-Z]:\\Users)"
+    r"(?![\w.-])"
 )
 
 
@@ -85,7 +87,9 @@ def notebook_faults(path: Path, root: Path, secret: re.Pattern[str]) -> list[str
 
 
 def run_faults(root: Path, runner: ModuleType) -> list[str]:
-    """Committed runs with a broken metrics.json, a result without its notebook, or a leftover of a failure."""
+    """Committed runs with a broken metrics.json, a result without its notebook, or a leftover of
+    a failure.
+    """
     faults: list[str] = []
     runs = [p for p in sorted((root / "spikes").glob("*/runs/*")) if p.is_dir() and visible(p, root)]
     for run in runs:

@@ -134,7 +134,9 @@ def sources(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
 
 
 def stale(root: Path, write: bool) -> list[str]:
-    """Pages whose frame (of a spike: its launch cell) is not what it should be; `write` brings them up to date."""
+    """Pages whose frame (of a spike: its launch cell) is not what it should be; `write` brings
+    them up to date.
+    """
     shelf, found = Shelf(root), []
     chapters = [page for page in shelf.order if page.startswith("nbs/")]
     spikes = sorted(page_of(path, root) for path in root.glob("spikes/[0-9]*/spike.ipynb"))

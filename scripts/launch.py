@@ -48,7 +48,8 @@ EXTRAS = {
     "uvicorn": "drills",
     f"{PACKAGE}.models": "smollm2",  # the bundled model is read with gguf, which transformers imports
     f"{PACKAGE}.diloco": "diloco",  # s3:// is opened with s3fs, which fsspec imports
-    f"{PACKAGE}.adapters.environments": "drills",  # an environment of verl reads fastapi and uvicorn from ours
+    # An environment of verl reads fastapi and uvicorn from ours.
+    f"{PACKAGE}.adapters.environments": "drills",
 }
 # What a page starts as a process of its own, by a word of its cells, and the extra that has it.
 COMMANDS = {'"serve",': "drills"}  # `transformers serve`
@@ -183,7 +184,9 @@ if "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
 
 
 def add_launch_cell(notebook: nbformat.NotebookNode, path: Path, root: Path = ROOT) -> None:
-    """Put the launch cell in the place of an older one, or right after the title; in chapters it is hidden."""
+    """Put the launch cell in the place of an older one, or right after the title; in chapters it
+    is hidden.
+    """
     text = launch_cell(path, notebook, root)
     old = [i for i, cell in enumerate(notebook.cells) if is_launch_cell(cell)]
     title = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown")

@@ -19,8 +19,8 @@ BOOK = Path(__file__).resolve().parents[1]
 PACKAGE, DISTRIBUTION, NAMESAKE = "composer_nb", "composer-notebooks", "composer-nb"
 OLDEST_PYTHON, OLDEST_SETUPTOOLS = (3, 11), 77
 OFFLINE = (
-    "switch on the internet (Kaggle: Settings > Internet), or attach the folder that `composer-nb wheelhouse` "
-    "writes"
+    "switch on the internet (Kaggle: Settings > Internet), "
+    "or attach the folder that `composer-nb wheelhouse` writes"
 )
 UNREACHABLE = (
     "Failed to establish",
@@ -39,7 +39,8 @@ def wheelhouse() -> Path | None:
     found = [folder for folder in folders if any(folder.glob(f"{DISTRIBUTION.replace('-', '_')}-*.whl"))]
     if named and not found:
         raise SystemExit(
-            f"COMPOSER_NB_WHEELHOUSE={named} holds no wheel of {DISTRIBUTION}: write it with `composer-nb wheelhouse`"
+            f"COMPOSER_NB_WHEELHOUSE={named} holds no wheel of {DISTRIBUTION}: "
+            "write it with `composer-nb wheelhouse`"
         )
     return found[0] if found else None
 
@@ -51,7 +52,8 @@ def refuse_what_cannot_work() -> None:
         raise SystemExit(f"composer_nb needs Python {needed} or newer, this kernel is Python {found}")
     if any(importlib.metadata.distributions(name=NAMESAKE)):
         raise SystemExit(
-            f"{NAMESAKE}, a music package of the same import name, is installed: run `%pip uninstall -y {NAMESAKE}` first"
+            f"{NAMESAKE}, a music package of the same import name, is installed: "
+            f"run `%pip uninstall -y {NAMESAKE}` first"
         )
 
 
@@ -114,7 +116,9 @@ def digest() -> str:
 
 
 def already(extras: set[str]) -> bool:
-    """Whether this very archive is installed with these extras, so that a second page need not wait for pip."""
+    """Whether this very archive is installed with these extras, so that a second page need not
+    wait for pip.
+    """
     if not receipt().is_file() or not any(importlib.metadata.distributions(name=DISTRIBUTION)):
         return False
     kept = json.loads(receipt().read_text(encoding="utf-8"))

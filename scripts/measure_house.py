@@ -246,7 +246,9 @@ def hand_written(root: Path) -> list[Path]:
 
 
 def long_lines(chapters: Sequence[Chapter], root: Path) -> tuple[list[str], int]:
-    """Code lines over the limit, in notebooks and in what is written by hand, and how many lines there are."""
+    """Code lines over the limit, in notebooks and in what is written by hand, and how many lines
+    there are.
+    """
     texts = [(str(c.path.relative_to(root)), "\n".join(c.code)) for c in chapters]
     texts += [
         (str(p.relative_to(root)), "\n".join(read_chapter(p).code))

@@ -1,4 +1,6 @@
-"""Say in three lines what `make quickstart` has shown: `python scripts/quickstart_summary.py out/quickstart`."""
+"""Say in three lines what `make quickstart` has shown:
+`python scripts/quickstart_summary.py out/quickstart`.
+"""
 
 import json
 import sys
@@ -12,9 +14,10 @@ def summary(folder: Path) -> list[str]:
     figures, asked = found["figures"], found["params"]
     n, steps = round(figures["heldout_questions"]), asked["steps"]
     return [
-        f"A 135M model called tools with a score of {figures['heldout_before']:.2f} on {n} questions it never trained "
-        f"on; with a one-sentence hint above its mistake {figures['hinted_before']:.2f}.",
-        f"After {steps} steps of reward, hints and preferences it scores {figures['heldout_after']:.2f} without any hint "
+        f"A 135M model called tools with a score of {figures['heldout_before']:.2f} on {n} questions it "
+        f"never trained on; with a one-sentence hint above its mistake {figures['hinted_before']:.2f}.",
+        f"After {steps} steps of reward, hints and preferences it scores {figures['heldout_after']:.2f} "
+        "without any hint "
         f"(exactly right: {figures['exact_before']:.0%} before, {figures['exact_after']:.0%} now).",
         "One seed and one short run: it shows the machinery at work, not which part of it helped.",
     ]

@@ -24,7 +24,8 @@ def section(changelog: str, version: str) -> str:
         raise ValueError(f"CHANGELOG.md has no section [{version}]: write it before tagging")
     if not re.search(r"\d{4}-\d\d-\d\d", found["date"]):
         raise ValueError(
-            f"CHANGELOG.md's section [{version}] has no date: write the day of the release instead of Unreleased"
+            f"CHANGELOG.md's section [{version}] has no date: "
+            "write the day of the release instead of Unreleased"
         )
     return found["text"].strip()
 

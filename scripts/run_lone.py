@@ -1,10 +1,10 @@
 """Run pages as Colab and Kaggle do: a lone notebook in an empty folder, a kernel in which only the launch
 cell installs.
 
-`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names
-pick pages (`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes
-the network's place through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#|
-gpu` are left out, as `nbdev_test` leaves them out. With `--fork` third-party modules that Colab preinstalls, and TRL,
+`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names pick
+pages (`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes the
+network's place through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#| gpu` are
+left out, as `nbdev_test` leaves them out. With `--fork` third-party modules that Colab preinstalls, and TRL,
 are imported once for many pages; of each environment the first page starts from nothing.
 
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
@@ -43,11 +43,13 @@ from composer_nb.wheelhouse import pack_book
 SMOKE = {"smoke": "True", "out": "'out'"}
 # Of what Colab and Kaggle preinstall: all that the package asks for and they have.
 PREINSTALLED = (
-    "torch", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib", "peft", "ipykernel", "pip", "setuptools"
+    "torch", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib", "peft", "ipykernel",
+    "pip", "setuptools"
 )  # fmt: skip
 LEFT_OUT = re.compile(r"^#\s*\|\s*(slow|gpu|eval:\s*false)\b", re.MULTILINE)
 NEVER_INHERITED = (
-    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_ARCHIVE", "COMPOSER_NB_WHEELHOUSE", "COMPOSER_NB_BOOK"
+    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_ARCHIVE", "COMPOSER_NB_WHEELHOUSE",
+    "COMPOSER_NB_BOOK"
 )  # fmt: skip
 SECOND_CHANCES = 2  # pages that may run once more, alone
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -254,20 +256,26 @@ def reason_of(error: Exception, notebook: nbformat.NotebookNode) -> str:
         words = ANSI.sub("", f"{error.ename}: {error.evalue}").strip().splitlines()
         line = re.search(r"^-+> \d+ (.+)$", ANSI.sub("", str(error)), re.MULTILINE)
         where = f" at `{line[1].strip()}`" if line and not error.evalue else ""
-        last = f" … {words[-1]}" if len(words) > 1 else ""  # of another process: its own error ends the message
+        # Of another process: its own error ends the message.
+        last = f" … {words[-1]}" if len(words) > 1 else ""
         return f"cell {number}: {words[0] if words else error.ename}{last}{where}"
     if isinstance(error, CellTimeoutError):
         return "a cell ran past its limit"
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"
+    return (
+        f"{type(error).__name__}: "
+        f"{str(error).strip().splitlines()[0] if str(error).strip() else 'the kernel died'}"
+    )
 
 
 # Third-party modules that take long to import; nothing of this package.
 SLOW_IMPORTS = (
-    "pandas", "matplotlib.figure", "transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer", "ipykernel.kernelapp"
+    "pandas", "matplotlib.figure", "transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer",
+    "ipykernel.kernelapp"
 )  # fmt: skip
 
 
-# In place of Python: a script that is asked for by its file is forked too, everything else gets Python itself.
+# In place of Python: a script that is asked for by its file is forked too, everything else gets Python
+# itself.
 PYTHON_THAT_FORKS = """#!/bin/sh
 case "$1" in *.py) exec {command} run {address} -- "$@" ;; esac
 exec {python} "$@"
@@ -313,8 +321,8 @@ class Nest:
 
 
 class Nests:
-    """The nest of the environment that a worker is in. Its first page, which installs, has an interpreter of its
-    own, and a nest is only made where many pages will follow.
+    """The nest of the environment that a worker is in. Its first page, which installs, has an interpreter of
+    its own, and a nest is only made where many pages will follow.
     """
 
     FEWEST = 4  # pages left for which the imports of a nest are worth their time
@@ -388,8 +396,9 @@ def run_page(
 class Queue:
     """Pages by the extras they need: a worker stays with one set of extras while there are pages of it.
 
-    The book's last pages come first: they train, and what takes long must not be left for the end. Nor must an
-    installation for a single page: small sets come first, and the last pages are those that workers can share.
+    The book's last pages come first: they train, and what takes long must not be left for the end. Nor must
+    an installation for a single page: small sets come first, and the last pages are those that workers can
+    share.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -438,7 +447,10 @@ def run_all(
                     job, python, sources, place, limit_s, nests.get(python, queue.left(job.needs))
                 )
                 results.append(result)
-                words = f"{result.page}: {result.reason or 'ran'} ({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
+                words = (
+                    f"{result.page}: {result.reason or 'ran'} "
+                    f"({result.wall_s:.0f} s, {result.launch_s:.0f} s of them to launch)"
+                )
                 print(words, flush=True)
                 if not result.reason:
                     shutil.rmtree(place, ignore_errors=True)
@@ -452,7 +464,8 @@ def run_all(
 
 
 def once_more(
-    jobs: Sequence[Job], results: list[Result], envs: Environments, sources: Sources, folder: Path, limit_s: float
+    jobs: Sequence[Job], results: list[Result], envs: Environments, sources: Sources, folder: Path,
+    limit_s: float
 ) -> list[Result]:  # fmt: skip
     """The results, where up to `SECOND_CHANCES` pages that failed beside others have run once more, alone.
 
@@ -488,7 +501,9 @@ def facts_of(python: Path | str, names: Sequence[str] = NAMED) -> dict[str, str]
 def report(
     results: Sequence[Result], chapters: Sequence[str], facts: dict[str, str], before: dict | None = None
 ) -> dict[str, object]:
-    """What `book/lone.json` holds; with `before`, such a report, its pages that ran stand beside those of now."""
+    """What `book/lone.json` holds; with `before`, such a report, its pages that ran stand beside
+    those of now.
+    """
     done = {r.page: r for r in results}
     old = set(before["ran"]) if before else set()
     every = (
@@ -563,13 +578,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = once_more(jobs, results, envs, sources, places, args.limit)
         facts = facts_of(next(iter(envs.made.values())))
     found = report(results, chapters, facts, before)
-    out = args.out or args.again or (
-        root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None
+    out = (
+        args.out
+        or args.again
+        or (root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None)
     )
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
     print(
-        f"{len(found['ran'])} of {len(found['chapters'])} pages ran on Python {facts['python']} in {time.monotonic() - started:.0f} s"
+        f"{len(found['ran'])} of {len(found['chapters'])} pages ran on Python {facts['python']} "
+        f"in {time.monotonic() - started:.0f} s"
     )
     print("the slowest cells:", *slowest(results, args.durations), sep="\n")
     for page, reason in found["failed"].items():

@@ -1,10 +1,10 @@
 """Run pytest; what fails beside other tests runs once more, alone: `python scripts/run_tests.py -n 3 …`.
 
-Files of tests begin in the order of the seconds that `tests/seconds.json` keeps, the longest first, so that none
-of the workers is left with a long one at the end; `--record` writes that file anew from this run.
+Files of tests begin in the order of the seconds that `tests/seconds.json` keeps, the longest first, so that
+none of the workers is left with a long one at the end; `--record` writes that file anew from this run.
 
-Tests with drills kill processes and wait for clocks. A test that only fails while three workers share two cores
-is named as unsteady and does not end the run. No second chance has a test of parity, nor more than
+Tests with drills kill processes and wait for clocks. A test that only fails while three workers share two
+cores is named as unsteady and does not end the run. No second chance has a test of parity, nor more than
 `SECOND_CHANCES` failures: they are no accident.
 """
 

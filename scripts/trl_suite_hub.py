@@ -110,7 +110,9 @@ def byte_level(text: str) -> str:
 
 
 def qwen_numbered(vocabulary: dict[str, int]) -> dict[str, int]:
-    """The vocabulary with Qwen's ids for the pieces above; every other id up to Qwen's size means something."""
+    """The vocabulary with Qwen's ids for the pieces above; every other id up to Qwen's size means
+    something.
+    """
     fixed = {byte_level(text): i for i, text in PIECES.items()} | {
         text: i for i, text in (SPECIAL | MARKS).items()
     }

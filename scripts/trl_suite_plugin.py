@@ -53,7 +53,9 @@ def replace_trainer(name: str) -> None:
 
 
 def answer_newer_questions() -> None:
-    """Lets the tests' helpers ask `trl.import_utils` for packages that the installed version never asks for."""
+    """Lets the tests' helpers ask `trl.import_utils` for packages that the installed version
+    never asks for.
+    """
     from trl import import_utils
 
     def asked(name: str) -> Callable[[], bool]:
@@ -99,7 +101,9 @@ def outcome_of(report: pytest.TestReport) -> tuple[str, str]:
 
 
 class Results:
-    """Runs what has no result yet, each case with the same seed and under a time limit, and writes it down."""
+    """Runs what has no result yet, each case with the same seed and under a time limit, and
+    writes it down.
+    """
 
     def __init__(self, file: Path, hub: Path, seconds: int) -> None:
         self.file, self.hub, self.seconds = file, hub, seconds

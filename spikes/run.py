@@ -119,7 +119,9 @@ class Parameter:
 
 
 def find_spike(slug: str, root: Path = ROOT) -> Path:
-    """Return `spikes/<slug>/spike.ipynb`; an unambiguous beginning of the slug, such as its number, will do."""
+    """Return `spikes/<slug>/spike.ipynb`; an unambiguous beginning of the slug, such as its
+    number, will do.
+    """
     exact = root / "spikes" / slug / "spike.ipynb"
     if exact.is_file():
         return exact
@@ -228,7 +230,8 @@ def resolve_parameters(known: Mapping[str, Parameter], given: Mapping[str, Any])
     for name in [*known, *given]:
         if looks_secret(name):
             raise SpikeError(
-                f"parameter {name!r} looks like a secret; papermill stores parameters: use an environment variable"
+                f"parameter {name!r} looks like a secret; papermill stores parameters: "
+                "use an environment variable"
             )
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -463,7 +466,9 @@ def results_table(metrics: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One run that was asked for: where it goes, with which parameters, and which run it takes the place of."""
+    """One run that was asked for: where it goes, with which parameters, and which run it takes
+    the place of.
+    """
 
     slug: str
     out: Path
@@ -557,7 +562,9 @@ def _refuse_other_attempt(prepared: Prepared) -> None:
 
 
 def finished_with(job: Job, root: Path) -> bool:
-    """True when the job's folder holds its finished run; raises `SpikeError` when that had other parameters."""
+    """True when the job's folder holds its finished run; raises `SpikeError` when that had other
+    parameters.
+    """
     if not (job.out / "metrics.json").is_file() or not (job.out / "spike.ipynb").is_file():
         return False
     known = inspect_parameters(load_spike(find_spike(job.slug, root)))

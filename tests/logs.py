@@ -16,7 +16,9 @@ def read(tmp_path, records, kind, name="log.jsonl", **options):
 
 
 def is_whole(messages):
-    """Whether each call of a context has exactly one result, right behind its turn, and no other result is there."""
+    """Whether each call of a context has exactly one result, right behind its turn, and no other
+    result is there.
+    """
     messages, at = list(messages), 0
     while at < len(messages):
         wanted = sorted(c["id"] for c in messages[at].get("tool_calls") or ())

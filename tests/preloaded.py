@@ -1,5 +1,5 @@
-"""A process that has imported what the children of many tests import. Each child is a fork of it, with a folder, an
-environment and files of its own, and dies alone: only the start of an interpreter is shared.
+"""A process that has imported what the children of many tests import. Each child is a fork of it, with a
+folder, an environment and files of its own, and dies alone: only the start of an interpreter is shared.
 """
 
 import json
@@ -51,7 +51,9 @@ for line in asked:
 
 
 class Preloaded:
-    """`preload`: the code that is run once. `Popen` and `run` take `[python, "-c", code, *words]`, as subprocess does."""
+    """`preload`: the code that is run once. `Popen` and `run` take
+    `[python, "-c", code, *words]`, as subprocess does.
+    """
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 
@@ -73,7 +75,9 @@ class Preloaded:
         self.process.stdin.close()
         self.process.wait(60)
 
-    def Popen(self, words: Sequence[str], env: dict[str, str], cwd: str = ".", **files: Any) -> "Child":  # noqa: N802
+    def Popen(  # noqa: N802
+        self, words: Sequence[str], env: dict[str, str], cwd: str = ".", **files: Any
+    ) -> "Child":
         return Child(self, words, env, cwd, **files)
 
     def run(self, words: Sequence[str], env: dict[str, str], cwd: str = ".", **_: Any) -> Any:

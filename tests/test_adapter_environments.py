@@ -1,5 +1,5 @@
-"""Environments of frameworks that cannot share ours: whole or not there, once for all processes, one line where they
-cannot be made. The package that is installed is a folder here, so no index is asked.
+"""Environments of frameworks that cannot share ours: whole or not there, once for all processes, one line
+where they cannot be made. The package that is installed is a folder here, so no index is asked.
 """
 
 import os
@@ -26,7 +26,16 @@ from composer_nb.adapters.environments import (
 from composer_nb.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "visitor"\nversion = "1"\n[tool.setuptools]\npy-modules = ["visitor"]\n'
+PROJECT = """\
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "visitor"
+version = "1"
+[tool.setuptools]
+py-modules = ["visitor"]
+"""
 
 
 @pytest.fixture
@@ -100,20 +109,27 @@ def test_a_release_for_other_pythons_alone_is_said(
     page.mkdir(parents=True)
     name = "elsewhere-1-py3-none-any.whl"
     with zipfile.ZipFile(page / name, "w") as wheel:
-        wheel.writestr("elsewhere-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: elsewhere\nVersion: 1\n")
+        wheel.writestr(
+            "elsewhere-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: elsewhere\nVersion: 1\n"
+        )
     (page / "index.html").write_text(f'<a href="{name}" data-requires-python="&lt;3.9">{name}</a>')
     visitor.pins.write_text("elsewhere==1\n")
     for setting in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
         monkeypatch.setenv(setting, "")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "index").as_uri())
-    with pytest.raises(EnvironmentMissing, match=r"no release for Python 3\.\d+ .*<3\.9.*; use another Python"):
+    with pytest.raises(
+        EnvironmentMissing, match=r"no release for Python 3\.\d+ .*<3\.9.*; use another Python"
+    ):
         make_environment("visitor")
 
 
 def test_what_runs_too_long_is_ended_with_its_children(visitor: Environment, tmp_path: Path) -> None:
     make_environment("visitor")
-    child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+    child = (
+        "import os, pathlib, sys, time; "
+        "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+    )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, sys.argv[1]])"
     with pytest.raises(subprocess.TimeoutExpired):
         run_in(visitor, ["-c", parent, str(tmp_path / "pid")], timeout=20)

@@ -62,7 +62,8 @@ def test_splits_share_neither_words_nor_shapes():
 def test_the_same_seed_is_the_same_problem_in_every_process():
     code = "from composer_nb.tasks.arithmetic import *; print(make_problems('train', 5, 2))"
     said = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONHASHSEED": str(n), "PYTHONPATH": ":".join(filter(None, sys.path))}).stdout
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                       env={"PYTHONHASHSEED": str(n), "PYTHONPATH": ":".join(filter(None, sys.path))}).stdout
         for n in (0, 1)
     ]  # fmt: skip
     assert said[0] == said[1] == f"{make_problems('train', 5, 2)}\n"
@@ -123,8 +124,9 @@ def test_any_text_is_marked(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["9" * 5000, "(" * 3000 + "1", "1+" * 2000 + "1=2", "9" * 400 + " + 1 = 2\n#### 6", "1/0 = 5\n#### 6.", "#### " + "9" * 100,
-     "__import__('os').system('x') = 3\n#### 3", "1 = " * 500, "-" * 3999, "x" * 10_000_000, "1e999 * 2 = 3", "2 ** 99999 = 1"],
+    ["9" * 5000, "(" * 3000 + "1", "1+" * 2000 + "1=2", "9" * 400 + " + 1 = 2\n#### 6", "1/0 = 5\n#### 6.",
+     "#### " + "9" * 100, "__import__('os').system('x') = 3\n#### 3", "1 = " * 500, "-" * 3999,
+     "x" * 10_000_000, "1e999 * 2 = 3", "2 ** 99999 = 1"],
 )  # fmt: skip
 def test_hostile_texts_are_marked_at_once(text):
     import time
@@ -137,8 +139,8 @@ def test_hostile_texts_are_marked_at_once(text):
 
 @pytest.mark.parametrize(
     "text, value",
-    [("1,234", 1234), ("-3", -3), ("2.50", Fraction(5, 2)), (".5", Fraction(1, 2)), ("$7", 7), ("", None), ("1e3", None), ("1/2", None),
-     ("--1", None), ("1.2.3", None), ("٣", 3)],
+    [("1,234", 1234), ("-3", -3), ("2.50", Fraction(5, 2)), (".5", Fraction(1, 2)), ("$7", 7), ("", None),
+     ("1e3", None), ("1/2", None), ("--1", None), ("1.2.3", None), ("٣", 3)],
 )  # fmt: skip
 def test_numbers_are_read_as_people_write_them(text, value):
     assert number_of(text) == value
@@ -205,7 +207,8 @@ def test_an_example_is_solved_and_shares_no_number():
 
 ROWS = [
     {"question": "Tom has 3 boxes of 1,200 nails and loses 600. How many are left?",
-     "answer": "He has 3*1200=<<3*1200=3600>>3600 nails.\nHe keeps 3600-600=<<3600-600=3000>>3000.\n#### 3,000"},
+     "answer": "He has 3*1200=<<3*1200=3600>>3600 nails.\n"
+               "He keeps 3600-600=<<3600-600=3000>>3000.\n#### 3,000"},
     {"question": "Half of 7?", "answer": "7/2=<<7/2=3.5>>3.5\n#### 3.5"},
     {"question": "Long?", "answer": "<<1+2+3=6>>6\n#### 6"},
 ]  # fmt: skip

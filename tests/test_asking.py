@@ -1,4 +1,6 @@
-"""The bytes of an answer are on disk before they are read; what was read wrongly or not at all is read again, for nothing."""
+"""The bytes of an answer are on disk before they are read; what was read wrongly or not at all is
+read again, for nothing.
+"""
 
 import asyncio
 import json
@@ -50,7 +52,8 @@ def replay(path, *teachers):
 def attempts():
     texts = st.dictionaries(st.sampled_from(["date", "retry-after"]), st.text(), max_size=2)
     return st.builds(Attempt, status=st.integers(0, 599), body=st.binary(max_size=40), headers=texts,
-                     trouble=st.sampled_from(["", "lost"]), retry_after=st.none() | st.floats(0, 9))  # fmt: skip
+                     trouble=st.sampled_from(["", "lost"]),
+                     retry_after=st.none() | st.floats(0, 9))  # fmt: skip
 
 
 @given(attempts())
@@ -118,7 +121,8 @@ def test_events_add_up(newline):
 
 
 @pytest.mark.parametrize("chunk", [
-    {"choices": [{"delta": {"tool_calls": [{"index": [1], "function": "x"}, 3]}}]}, {"choices": 3}, {"choices": [3]},
+    {"choices": [{"delta": {"tool_calls": [{"index": [1], "function": "x"}, 3]}}]}, {"choices": 3},
+    {"choices": [3]},
     {"choices": [{"delta": {"content": ["x"]}}]},
 ])  # fmt: skip
 def test_odd_events_are_read_as_far_as_they_go(chunk):
@@ -127,7 +131,9 @@ def test_odd_events_are_read_as_far_as_they_go(chunk):
 
 
 def test_what_broke_off_is_kept_and_the_key_is_not(server, monkeypatch):
-    """Half of an answer, and one that never ends, leave their bytes; a key that comes back is taken out of them."""
+    """Half of an answer, and one that never ends, leave their bytes; a key that comes back is
+    taken out of them.
+    """
     monkeypatch.setenv("KEY", "sk-0123456789abcdef")
     kept = []
 
@@ -166,7 +172,9 @@ def test_arguments_nested_too_deep_stay_a_text():
 
 
 def test_a_reader_that_fails_costs_nothing_twice(server, tmp_path):
-    """The run goes on, a later one with the same reader asks nobody, and one with a mended reader has the reply."""
+    """The run goes on, a later one with the same reader asks nobody, and one with a mended reader
+    has the reply.
+    """
     path, asked = tmp_path / "l.jsonl", server.requests("model")["vendor/ok"]
     out = replay(path, teacher(server, "ok", Broken))
     assert [miss.reason for miss in out.skipped] == ["error: KeyError: 'a field that is not there'"]
@@ -253,7 +261,8 @@ def test_a_skipped_answer_is_read_anew(server, tmp_path):
 
 
 def test_a_busy_endpoint_is_asked_again_outside_a_replay(server, tmp_path):
-    mine = HTTPTeacher("vendor/status~429~3", server.base_url, prices=Prices("d", "s", {"vendor/status~429~3": Price(0.0, 0.0)}),
+    mine = HTTPTeacher("vendor/status~429~3", server.base_url,
+                       prices=Prices("d", "s", {"vendor/status~429~3": Price(0.0, 0.0)}),
                        max_attempts=2, backoff_s=0.01)  # fmt: skip
 
     async def ask():
@@ -331,8 +340,10 @@ from composer_nb.replay import HTTPTeacher, Ledger, Price, Prices, replay_trace_
 from composer_nb.traces import Action, TraceState
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
-states = [TraceState(f"s/{n}", [{"role": "user", "content": f"Which file, {n}?"}], Action("a.py")) for n in range(12)]
-teacher = HTTPTeacher("vendor/ok", url, concurrency=4, prices=Prices("d", "s", {"vendor/ok": Price(1e-6, 2e-6)}))
+states = [TraceState(f"s/{n}", [{"role": "user", "content": f"Which file, {n}?"}], Action("a.py")) \
+for n in range(12)]
+teacher = HTTPTeacher("vendor/ok", url, concurrency=4, \
+prices=Prices("d", "s", {"vendor/ok": Price(1e-6, 2e-6)}))
 
 def fill():
     time.sleep(0.4)  # four calls are in flight
@@ -355,7 +366,9 @@ with Ledger(folder / "l.jsonl") as ledger:
 
 
 def test_a_disk_that_fills_loses_no_answer(tmp_path):
-    """On a real file system of 2 MiB: what was in flight is written, nothing more is asked, and a later run asks for the rest."""
+    """On a real file system of 2 MiB: what was in flight is written, nothing more is asked, and a
+    later run asks for the rest.
+    """
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("no right to mount a small file system")
     script, disk = tmp_path / "fills.py", tmp_path / "disk"

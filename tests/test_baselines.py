@@ -1,4 +1,6 @@
-"""Rules that make pairs are counted at what they cost, and the consensus is held against one teacher on the same states."""
+"""Rules that make pairs are counted at what they cost, and the consensus is held against one
+teacher on the same states.
+"""
 
 import json
 import math

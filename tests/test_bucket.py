@@ -501,8 +501,9 @@ def test_a_secret_is_blotted_out():
 @pytest.mark.parametrize("uri, said", [
     ("hf://buckets/x", "hf:// is not known to let exactly one writer win.*s3://"),
     ("abfs://c/x", "memory://"),
-    ("s3://UPPER", "no S3 bucket name"), ("s3://", "no key"), ("s3://bucket/../other", "no key"), ("s3://bucket//x", "no key"),
-    ("", "names no folder"), ("simplecache::s3://b/x", "names no folder"), ("file://", "names no folder"),
+    ("s3://UPPER", "no S3 bucket name"), ("s3://", "no key"), ("s3://bucket/../other", "no key"),
+    ("s3://bucket//x", "no key"), ("", "names no folder"), ("simplecache::s3://b/x", "names no folder"),
+    ("file://", "names no folder"),
 ])  # fmt: skip
 def test_a_uri_that_will_not_do(uri, said):
     with pytest.raises(BucketError, match=said):
@@ -632,8 +633,9 @@ def test_a_folder_that_vanishes_is_not_an_empty_one(tmp_path):
     bucket = open_bucket(tmp_path / "b")
     bucket.put("k", b"x")
     shutil.move(tmp_path / "b", tmp_path / "elsewhere")
-    attempts = [lambda: bucket.get("k"), lambda: bucket.exists("k"), lambda: bucket.list(), lambda: bucket.put("k", b""),
-                lambda: bucket.put_if_absent("n/m", b""), lambda: bucket.delete("k")]  # fmt: skip
+    attempts = [lambda: bucket.get("k"), lambda: bucket.exists("k"), lambda: bucket.list(),
+                lambda: bucket.put("k", b""), lambda: bucket.put_if_absent("n/m", b""),
+                lambda: bucket.delete("k")]  # fmt: skip
     for attempt in attempts:
         with pytest.raises(BucketUnavailable, match="has gone or was replaced"):
             attempt()
@@ -657,7 +659,8 @@ def test_a_folder_that_vanishes_in_the_middle_of_a_write_is_not_made_anew(tmp_pa
         return path
 
     monkeypatch.setattr(Root, "path_to_write", find_and_lose)
-    attempts = {"put": lambda: store.put("run/7/k", b"new"), "create": lambda: store.create("run/7/k", b"new", ""),
+    attempts = {"put": lambda: store.put("run/7/k", b"new"),
+                "create": lambda: store.create("run/7/k", b"new", ""),
                 "move": lambda: store.move("old", "run/7/k")}  # fmt: skip
     with pytest.raises(BucketUnavailable, match="has gone or was replaced"):
         attempts[write]()
@@ -701,8 +704,9 @@ def test_foreign_files_are_not_keys(tmp_path):
 
 def test_an_s3_bucket_that_is_not_there(s3_options):  # noqa: F811
     bucket = open_bucket("s3://never-made", **s3_options)
-    attempts = [lambda: bucket.get("k"), lambda: bucket.exists("k"), lambda: bucket.list(), lambda: bucket.put("k", b""),
-                lambda: bucket.put_if_absent("k", b""), lambda: bucket.delete("k"), bucket.check]  # fmt: skip
+    attempts = [lambda: bucket.get("k"), lambda: bucket.exists("k"), lambda: bucket.list(),
+                lambda: bucket.put("k", b""), lambda: bucket.put_if_absent("k", b""),
+                lambda: bucket.delete("k"), bucket.check]  # fmt: skip
     for attempt in attempts:
         with pytest.raises(BucketUnavailable, match="never-made.*NoSuchBucket.*create it"):
             attempt()
@@ -946,7 +950,8 @@ def test_a_damaged_payload_can_be_mended(bucket):
 
 
 @pytest.mark.parametrize("change", [
-    {"weight": ((4, 3), torch.float32)}, {"weight": ((3, 4), torch.float64)}, {"bias": ((1,), torch.float32)}, {"scale": None},
+    {"weight": ((4, 3), torch.float32)}, {"weight": ((3, 4), torch.float64)}, {"bias": ((1,), torch.float32)},
+    {"scale": None},
 ])  # fmt: skip
 def test_another_model_is_told_and_takes_nothing_away(change):
     bucket = open_bucket(f"memory://{uuid.uuid4().hex}")
@@ -986,9 +991,11 @@ def test_two_readers_of_one_damaged_payload(tmp_path):
 
 
 @pytest.mark.parametrize("record", [
-    {}, {"sha256": "../../etc", "size": 1, "spec": {}}, {"sha256": "0" * 64, "size": -1, "spec": {}}, {"sha256": "0" * 64, "size": "9", "spec": {}},
-    {"sha256": "0" * 64, "size": True, "spec": {}}, {"sha256": "A" * 64, "size": 1, "spec": {}}, {"sha256": "0" * 64, "size": 1, "spec": []},
-    {"sha256": "0" * 64, "size": 1, "spec": {"a": [3]}}, {"sha256": "0" * 64, "size": 1, "spec": {"a": 3}}, {"sha256": None, "size": 1, "spec": {}},
+    {}, {"sha256": "../../etc", "size": 1, "spec": {}}, {"sha256": "0" * 64, "size": -1, "spec": {}},
+    {"sha256": "0" * 64, "size": "9", "spec": {}}, {"sha256": "0" * 64, "size": True, "spec": {}},
+    {"sha256": "A" * 64, "size": 1, "spec": {}}, {"sha256": "0" * 64, "size": 1, "spec": []},
+    {"sha256": "0" * 64, "size": 1, "spec": {"a": [3]}}, {"sha256": "0" * 64, "size": 1, "spec": {"a": 3}},
+    {"sha256": None, "size": 1, "spec": {}},
 ])  # fmt: skip
 def test_a_record_that_is_no_reference(record):
     with pytest.raises(ValueError):

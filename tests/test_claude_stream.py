@@ -71,7 +71,8 @@ def session_file(records):
 
 def test_a_stream_and_its_session_file_give_the_same_states(tmp_path):
     run = [INIT, said(text("go")), reply("m1", text("Both."), USE), reply("m1", USE | {"id": "t2"}),
-           said(result("t1", "gone", is_error=True)), said(result("t2")), reply("m2", text("end")), END]  # fmt: skip
+           said(result("t1", "gone", is_error=True)), said(result("t2")), reply("m2", text("end")),
+           END]  # fmt: skip
     streamed, report = read(tmp_path, run, ClaudeStreamIngester)
     stored, _ = read(tmp_path, session_file(run), ClaudeCodeIngester, "session.jsonl")
     assert [essence(s) for s in streamed] == [essence(s) for s in stored] and len(streamed) == 2
@@ -106,8 +107,8 @@ def test_without_the_prompt_a_sentence_stands_in_its_place_and_says_so(tmp_path)
 
 
 def test_a_result_between_two_lines_of_a_reply_does_not_end_it(tmp_path):
-    run = [INIT, said(text("go")), reply("m1", USE), said(result("t1"), text("reminder")), reply("m1", USE | {"id": "t2"}),
-           said(result("t2")), reply("m2", text("end"))]  # fmt: skip
+    run = [INIT, said(text("go")), reply("m1", USE), said(result("t1"), text("reminder")),
+           reply("m1", USE | {"id": "t2"}), said(result("t2")), reply("m2", text("end"))]  # fmt: skip
     states, report = read(tmp_path, run, ClaudeStreamIngester)
     assert [c.id for c in states[0].student_action.tool_calls] == ["t1", "t2"] and not report.repairs
     assert [m["role"] for m in states[1].messages] == ["user", "assistant", "tool", "tool", "user"]
@@ -149,17 +150,19 @@ def test_a_compaction_begins_a_context(tmp_path):
 
 
 def test_what_the_program_wrote_and_what_is_unknown_is_counted(tmp_path):
-    run = [INIT, line("system", subtype="hook_started"), said(text("go")), reply("m0", text("Overloaded"), error="server_error"),
-           reply("m1", text("a"), {"type": "server_tool_use", "id": "x"}), line("stream_event", event={}), line("tool_progress"),
-           reply("m2", text("b"), uuid="u"), reply("m2", text("b"), uuid="u"), said({"type": "tool_result"}), said("bare"), END]  # fmt: skip
+    run = [INIT, line("system", subtype="hook_started"), said(text("go")),
+           reply("m0", text("Overloaded"), error="server_error"),
+           reply("m1", text("a"), {"type": "server_tool_use", "id": "x"}), line("stream_event", event={}),
+           line("tool_progress"), reply("m2", text("b"), uuid="u"), reply("m2", text("b"), uuid="u"),
+           said({"type": "tool_result"}), said("bare"), END]  # fmt: skip
     states, report = read(tmp_path, run, ClaudeStreamIngester)
     assert (
         [s.student_action.text for s in states] == ["a", "b"]
         and report.unknown == {"tool_progress": 1}
         and report.bad_lines == 2
     )
-    assert report.skipped == {"system hook_started": 1, "API error": 1, "block server_tool_use": 1, "stream_event": 1,
-                              "line written twice": 1, "result": 1}  # fmt: skip
+    assert report.skipped == {"system hook_started": 1, "API error": 1, "block server_tool_use": 1,
+                              "stream_event": 1, "line written twice": 1, "result": 1}  # fmt: skip
 
 
 def test_a_list_of_the_messages_is_read_too(tmp_path):
@@ -173,8 +176,10 @@ def test_a_list_of_the_messages_is_read_too(tmp_path):
 
 @pytest.mark.parametrize("record", [
     {"type": "tool_call", "subtype": "started", "session_id": "s", "tool_call": {}},
-    {"type": "assistant", "session_id": "s", "message": {"role": "assistant", "content": [{"type": "text", "text": "a"}]}},
-    {"type": "system", "subtype": "init", "session_id": "s", "model": "m"}, {"type": "init", "session_id": "s", "model": "m"},
+    {"type": "assistant", "session_id": "s",
+     "message": {"role": "assistant", "content": [{"type": "text", "text": "a"}]}},
+    {"type": "system", "subtype": "init", "session_id": "s", "model": "m"},
+    {"type": "init", "session_id": "s", "model": "m"},
     {"type": "result", "session_id": "s", "status": "success"},
 ])  # fmt: skip
 def test_streams_of_other_programs_are_refused_by_name(tmp_path, record):
@@ -184,9 +189,11 @@ def test_streams_of_other_programs_are_refused_by_name(tmp_path, record):
         ingest(tmp_path / "other.jsonl")
 
 
-POOL = [INIT, said(text("u")), reply("m1", text("a")), reply("m1", USE), reply("m2", USE | {"id": "t2"}), said(result("t1")),
-        said(result("t2", is_error=True), text("n")), line("system", subtype="compact_boundary"), reply("m3", text("c")),
-        said(result("t3")), INIT | {"session_id": "s2"}, reply("k", USE, parent_tool_use_id="t1")]  # fmt: skip
+POOL = [INIT, said(text("u")), reply("m1", text("a")), reply("m1", USE), reply("m2", USE | {"id": "t2"}),
+        said(result("t1")), said(result("t2", is_error=True), text("n")),
+        line("system", subtype="compact_boundary"), reply("m3", text("c")),
+        said(result("t3")), INIT | {"session_id": "s2"},
+        reply("k", USE, parent_tool_use_id="t1")]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -213,7 +220,8 @@ def test_a_prompt_goes_to_the_one_log_that_lacks_it(tmp_path):
         states = list(ingest(logs, prompt=prompt))
         assert [s.messages[0]["content"] for s in states] == ["go", "go", "asked", "asked"]
     for place, prompt, why in [
-        (logs / "whole.jsonl", "go", "holds what was asked"), (logs, {"whole.jsonl": "go"}, "no log that lacks its prompt is named whole.jsonl"),
+        (logs / "whole.jsonl", "go", "holds what was asked"),
+        (logs, {"whole.jsonl": "go"}, "no log that lacks its prompt is named whole.jsonl"),
         (logs, {"a.jsonl": "go", "c.jsonl": "go"}, "named c.jsonl"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=why):
@@ -238,12 +246,18 @@ def test_a_prompt_for_a_format_that_holds_it_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("words", "file", "why"),
     [
-        (("--prompt", "go"), None, ""), (("--prompt-file", "p.txt"), "go\n", ""), (("--prompt-file", "p.yaml"), "a.jsonl: go", ""),
-        (("--prompt-file", "p.json"), '{"a.jsonl": "go"}', ""), (("--prompt", " "), None, "--prompt holds an empty prompt"),
-        (("--prompt-file", "p.txt"), "\n", "p.txt holds an empty prompt"), (("--prompt-file", "p.yaml"), "a.jsonl: 3", "does not give each log's name a text"),
-        (("--prompt-file", "p.json"), "{}", "does not give each log's name a text"), (("--prompt-file", "p.YAML"), "a.jsonl: go", ""),
-        (("--prompt-file", "p.yaml"), "[", "p.yaml is no YAML"), (("--prompt", "go", "--prompt-file", "p.txt"), "go", "leave one of them out"),
-        (("--prompt-file", "p.yaml"), "b.jsonl: go", "named b.jsonl"), (("--prompt-file", "none.txt"), None, "none.txt"),
+        (("--prompt", "go"), None, ""), (("--prompt-file", "p.txt"), "go\n", ""),
+        (("--prompt-file", "p.yaml"), "a.jsonl: go", ""),
+        (("--prompt-file", "p.json"), '{"a.jsonl": "go"}', ""),
+        (("--prompt", " "), None, "--prompt holds an empty prompt"),
+        (("--prompt-file", "p.txt"), "\n", "p.txt holds an empty prompt"),
+        (("--prompt-file", "p.yaml"), "a.jsonl: 3", "does not give each log's name a text"),
+        (("--prompt-file", "p.json"), "{}", "does not give each log's name a text"),
+        (("--prompt-file", "p.YAML"), "a.jsonl: go", ""),
+        (("--prompt-file", "p.yaml"), "[", "p.yaml is no YAML"),
+        (("--prompt", "go", "--prompt-file", "p.txt"), "go", "leave one of them out"),
+        (("--prompt-file", "p.yaml"), "b.jsonl: go", "named b.jsonl"),
+        (("--prompt-file", "none.txt"), None, "none.txt"),
     ],
 )  # fmt: skip
 def test_a_prompt_from_the_shell(tmp_path, monkeypatch, words, file, why):

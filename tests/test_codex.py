@@ -1,4 +1,6 @@
-"""Rollout files of the Codex CLI, and records of Anthropic's Messages API: what is read, and what is reported."""
+"""Rollout files of the Codex CLI, and records of Anthropic's Messages API: what is read, and what
+is reported.
+"""
 
 import json
 import random
@@ -50,8 +52,9 @@ META = {
 
 
 def test_parallel_calls_are_one_turn_and_a_message_ends_it(tmp_path):
-    records = [META, said("user", "go"), said("assistant", "both"), call("a"), call("b"), result("a"), result("b"),
-               said("assistant", "done"), said("user", "more"), said("assistant", "end")]  # fmt: skip
+    records = [META, said("user", "go"), said("assistant", "both"), call("a"), call("b"), result("a"),
+               result("b"), said("assistant", "done"), said("user", "more"),
+               said("assistant", "end")]  # fmt: skip
     states, report = read(tmp_path, records)
     assert [len(s.messages) for s in states] == [2, 5, 7] and not report.repairs
     assert [c.id for c in states[0].student_action.tool_calls] == ["a", "b"]
@@ -82,12 +85,15 @@ def test_every_context_is_one_that_a_vendor_takes(tmp_path):
 
 
 def test_model_thought_and_kinds_of_calls(tmp_path):
-    records = [said("developer", "Be brief."), {"type": "turn_context", "payload": {"model": "m1"}}, said("user", "go"),
-               item(type="reasoning", summary=[{"type": "summary_text", "text": "hm"}], encrypted_content="x"),
+    records = [said("developer", "Be brief."), {"type": "turn_context", "payload": {"model": "m1"}},
+               said("user", "go"),
+               item(type="reasoning", summary=[{"type": "summary_text", "text": "hm"}],
+                    encrypted_content="x"),
                item(type="custom_tool_call", name="apply_patch", input="*** Begin", call_id="a"),
                item(type="custom_tool_call_output", call_id="a", output="done"),
                {"type": "turn_context", "payload": {"model": "m2"}},
-               item(type="local_shell_call", call_id="b", status="completed", action={"type": "exec", "command": ["ls"], "user": None}),
+               item(type="local_shell_call", call_id="b", status="completed",
+                    action={"type": "exec", "command": ["ls"], "user": None}),
                item(type="web_search_call", action={"type": "search"}), item(type="ghost_snapshot"),
                {"type": "event_msg", "payload": {"type": "token_count"}}]  # fmt: skip
     states, report = read(tmp_path, records)
@@ -140,8 +146,10 @@ def test_without_a_history_a_compaction_keeps_instructions_and_what_the_user_sai
     compacted = [
         {"type": "compacted", "payload": {"message": text}} for text in ("first summary", "second summary")
     ]
-    records = [META, said("user", rules), said("user", folder), said("user", "lost"), said("user", long), said("user", "<turn_aborted>"),
-               call("a"), result("a"), said("user", short), compacted[0], said("user", "more"), compacted[1], said("user", "and now?"), said("assistant", "end")]  # fmt: skip
+    records = [META, said("user", rules), said("user", folder), said("user", "lost"), said("user", long),
+               said("user", "<turn_aborted>"), call("a"), result("a"), said("user", short), compacted[0],
+               said("user", "more"), compacted[1], said("user", "and now?"),
+               said("assistant", "end")]  # fmt: skip
     states, report = read(tmp_path, records)
     found = [m["content"] for m in states[-1].messages]
     assert [text[:8] for text in found] == ["Sys.", "# AGENTS", "<environ"] + [
@@ -164,7 +172,8 @@ def test_without_a_history_a_compaction_keeps_instructions_and_what_the_user_sai
         ('{"output": "x", "metadata": {"exit_code": "1"}}', None, False),
         ("Exit code: 3\nWall time: 1 seconds\nOutput:\nx", 3, False),
         (
-            "Chunk ID: 1\nWall time: 0.1 seconds\nProcess exited with code 1\nOriginal token count: 2\nOutput:\nx",
+            "Chunk ID: 1\nWall time: 0.1 seconds\nProcess exited with code 1\n"
+            "Original token count: 2\nOutput:\nx",
             1,
             False,
         ),
@@ -200,8 +209,9 @@ def test_early_files_have_bare_items(tmp_path):
 
 def test_bad_lines_are_counted_and_the_others_read(tmp_path):
     records = [META, said("user", "go"), item(type="function_call", name="", arguments="{}", call_id="x"),
-               item(type="function_call", name="f", arguments=3, call_id="x"), "{", "[]", item(type="message", role="alien", content=[]),
-               result("nobody"), item(type="message", role="user", content=[3]), {"type": "new_type", "payload": {}},
+               item(type="function_call", name="f", arguments=3, call_id="x"), "{", "[]",
+               item(type="message", role="alien", content=[]), result("nobody"),
+               item(type="message", role="user", content=[3]), {"type": "new_type", "payload": {}},
                said("assistant", "end")]  # fmt: skip
     states, report = read(tmp_path, records)
     assert [s.student_action.text for s in states] == ["end"]
@@ -213,8 +223,9 @@ def test_bad_lines_are_counted_and_the_others_read(tmp_path):
 def test_no_file_raises_and_no_state_lacks_a_context(tmp_path_factory, seed):
     draw, path = random.Random(seed), tmp_path_factory.mktemp("codex") / "rollout.jsonl"
     pool = [META, said("user", "u"), said("assistant", "a"), call("a"), call("b"), result("a"), result("b"),
-            {"type": "compacted", "payload": {"message": "m"}}, {"type": "turn_context", "payload": {"model": "m"}},
-            item(type="reasoning", summary=[]), item(type="local_shell_call", call_id=None, action=None)]  # fmt: skip
+            {"type": "compacted", "payload": {"message": "m"}},
+            {"type": "turn_context", "payload": {"model": "m"}}, item(type="reasoning", summary=[]),
+            item(type="local_shell_call", call_id=None, action=None)]  # fmt: skip
     lines = [json.dumps(draw.choice(pool)) for _ in range(draw.randint(1, 14))]
     hurt = draw.randrange(len(lines))
     lines[hurt] = lines[hurt].replace(
@@ -234,19 +245,28 @@ def test_no_file_raises_and_no_state_lacks_a_context(tmp_path_factory, seed):
 def pair_of_twins():
     """One conversation in both formats."""
     schema = {"type": "object", "properties": {"path": {"type": "string"}}}
-    ours = {"model": "m", "system": [{"type": "text", "text": "Sys."}], "tools": [{"name": "read", "description": "R.", "input_schema": schema}],
+    ours = {"model": "m", "system": [{"type": "text", "text": "Sys."}],
+            "tools": [{"name": "read", "description": "R.", "input_schema": schema}],
             "messages": [
                 {"role": "user", "content": "go"},
-                {"role": "assistant", "content": [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "t", "name": "read", "input": {"path": "a"}}]},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "gone"}], "is_error": True},
-                                             {"type": "text", "text": "well?"}]},
+                {"role": "assistant", "content": [
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "t", "name": "read", "input": {"path": "a"}}]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "gone"}],
+                     "is_error": True},
+                    {"type": "text", "text": "well?"}]},
                 {"role": "assistant", "content": "So."}]}  # fmt: skip
-    theirs = {"model": "m", "tools": [{"type": "function", "function": {"name": "read", "description": "R.", "parameters": schema}}],
+    theirs = {"model": "m",
+              "tools": [{"type": "function",
+                         "function": {"name": "read", "description": "R.", "parameters": schema}}],
               "messages": [
                   {"role": "system", "content": "Sys."}, {"role": "user", "content": "go"},
-                  {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "t", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}]},
-                  {"role": "tool", "tool_call_id": "t", "content": "gone", "is_error": True}, {"role": "user", "content": "well?"},
-                  {"role": "assistant", "content": "So."}]}  # fmt: skip
+                  {"role": "assistant", "content": "I look.",
+                   "tool_calls": [{"id": "t", "type": "function",
+                                   "function": {"name": "read", "arguments": '{"path": "a"}'}}]},
+                  {"role": "tool", "tool_call_id": "t", "content": "gone", "is_error": True},
+                  {"role": "user", "content": "well?"}, {"role": "assistant", "content": "So."}]}  # fmt: skip
     return ours, theirs
 
 
@@ -309,7 +329,8 @@ def test_a_history_that_replaces_gives_no_states_twice_and_no_open_calls(tmp_pat
             call("z"),
         )
     ]
-    records = [META, said("user", "a"), said("assistant", "b"), {"type": "compacted", "payload": {"replacement_history": items}},
+    records = [META, said("user", "a"), said("assistant", "b"),
+               {"type": "compacted", "payload": {"replacement_history": items}},
                said("user", "e"), said("assistant", "end")]  # fmt: skip
     states, report = read(tmp_path, records)
     assert [s.student_action.text for s in states] == ["b", "end"] and report.repairs == 1
@@ -326,8 +347,8 @@ def test_a_history_that_replaces_gives_no_states_twice_and_no_open_calls(tmp_pat
 
 def test_turns_that_were_taken_back_are_not_in_the_context(tmp_path):
     back = {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": 1}}
-    records = [META, said("user", "<environment_context>x"), said("user", "one"), said("assistant", "bad"), back,
-               said("user", "two"), said("assistant", "good")]  # fmt: skip
+    records = [META, said("user", "<environment_context>x"), said("user", "one"), said("assistant", "bad"),
+               back, said("user", "two"), said("assistant", "good")]  # fmt: skip
     states, report = read(tmp_path, records)
     assert [m["content"] for m in states[-1].messages] == [
         "Sys.",

@@ -1,4 +1,6 @@
-"""Episodes answered by teachers: resumed, not asked twice, read back as states, and honest about what ended early."""
+"""Episodes answered by teachers: resumed, not asked twice, read back as states, and honest about
+what ended early.
+"""
 
 import json
 from dataclasses import replace

@@ -89,9 +89,9 @@ def test_an_unknown_task_is_refused():
 @pytest.mark.model
 def test_train_and_eval_from_a_shell_agree(tmp_path):
     path = config(
-        tmp_path, questions=4, heldout=2, longest_prompt=165, longest_answer=6, max_steps=1, num_generations=2,
-        per_device_train_batch_size=2, max_completion_length=4, beta_replay=0.0, teacher="live",
-        gradient_checkpointing=False, disable_tqdm=True, save_strategy="no",
+        tmp_path, questions=4, heldout=2, longest_prompt=165, longest_answer=6, max_steps=1,
+        num_generations=2, per_device_train_batch_size=2, max_completion_length=4, beta_replay=0.0,
+        teacher="live", gradient_checkpointing=False, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     trained = SHELL.invoke(app, ["train", str(path)])
     assert trained.exit_code == 0, trained.output

@@ -1,4 +1,6 @@
-"""A chapter opened without the checkout that holds its figures says so in one line, and shows no empty table."""
+"""A chapter opened without the checkout that holds its figures says so in one line, and shows no
+empty table.
+"""
 
 import json
 import re

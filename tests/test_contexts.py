@@ -1,4 +1,6 @@
-"""Contexts of interrupted sessions: what comes out is what the vendors take, and what was whole stays as it is."""
+"""Contexts of interrupted sessions: what comes out is what the vendors take, and what was whole
+stays as it is.
+"""
 
 import copy
 import json
@@ -15,7 +17,9 @@ from composer_nb.traces.contexts import ABORTED, ContextError, ContextReport, me
 
 
 def openai_faults(messages):
-    """Every call has one message of role tool directly behind its turn, and no other such message is there."""
+    """Every call has one message of role tool directly behind its turn, and no other such message
+    is there.
+    """
     open_ids, faults = [], []
     for at, message in enumerate(messages):
         if message["role"] in ("tool", "function"):
@@ -134,9 +138,11 @@ def damaged_talks(draw):
         )
     )
     talk = copy.deepcopy(draw(whole_talks(naming)))
-    strange = [{"role": "tool", "tool_call_id": "c0_0", "content": "again"}, {"role": "tool", "content": "whose?"}, {"role": "user", "content": ""},
-               {"role": "assistant", "content": None}, calling(["c0_0"]), calling(["call_0_0", "call_0"]), {"role": "tool", "tool_call_id": None, "content": "n"},
-               {"role": "user", "content": []}, {"role": "user", "content": [{"type": "text", "text": " "}]}]  # fmt: skip
+    strange = [{"role": "tool", "tool_call_id": "c0_0", "content": "again"},
+               {"role": "tool", "content": "whose?"}, {"role": "user", "content": ""},
+               {"role": "assistant", "content": None}, calling(["c0_0"]), calling(["call_0_0", "call_0"]),
+               {"role": "tool", "tool_call_id": None, "content": "n"}, {"role": "user", "content": []},
+               {"role": "user", "content": [{"type": "text", "text": " "}]}]  # fmt: skip
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(0, len(talk) - 1)))
         what = draw(st.sampled_from(["drop", "double", "move", "put", "cut"]))
@@ -219,7 +225,8 @@ GO = {"role": "user", "content": "go"}
 @pytest.mark.parametrize("talk, roles, kinds", [
     ([GO, calling(["a"])], ["user", "assistant", "tool"], ["result inserted"]),
     ([GO, result("a", "x")], ["user"], ["result left out"]),
-    ([GO, calling(["a"]), result("a", "x"), result("a", "y")], ["user", "assistant", "tool"], ["result left out"]),
+    ([GO, calling(["a"]), result("a", "x"), result("a", "y")], ["user", "assistant", "tool"],
+     ["result left out"]),
     ([GO, calling(["a"]), GO, result("a", "x")], ["user", "assistant", "tool", "user"], ["result moved"]),
     ([GO, result("a", "x"), calling(["a"])], ["user", "assistant", "tool"], ["result moved"]),
     ([GO, {"role": "assistant", "content": ""}], ["user"], ["empty message left out"]),
@@ -240,9 +247,13 @@ def test_the_older_field_for_a_call_has_its_result_too():
 
 
 @pytest.mark.parametrize("message, why", [
-    (5, "message 1: is int, not an object"), ({"role": "observer", "content": "x"}, "role 'observer'"), ({"role": "user", "content": 5}, "neither text nor parts"),
-    ({"role": "assistant", "tool_calls": {"id": "a"}}, "not a list"), ({"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}, "names no function"),
-    ({"role": "user", "content": "x", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}, "only the assistant"), ({"role": [], "content": "x"}, "role"),
+    (5, "message 1: is int, not an object"), ({"role": "observer", "content": "x"}, "role 'observer'"),
+    ({"role": "user", "content": 5}, "neither text nor parts"),
+    ({"role": "assistant", "tool_calls": {"id": "a"}}, "not a list"),
+    ({"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}, "names no function"),
+    ({"role": "user", "content": "x", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+     "only the assistant"),
+    ({"role": [], "content": "x"}, "role"),
 ])  # fmt: skip
 def test_what_nobody_can_mend_is_refused_with_its_place(message, why):
     with pytest.raises(ContextError, match=why.replace("[", r"\[")):
@@ -267,8 +278,10 @@ def test_a_report_counts_contexts_and_not_mends():
 
 
 @pytest.mark.parametrize("name, record", [
-    ("chat.jsonl", {"messages": [GO, calling(["a"]), {"role": "user", "content": "stop"}, {"role": "assistant", "content": "Stopped."}]}),
-    ("chat.jsonl", {"messages": [GO, calling(["a"]), result("a", "x"), result("b", "y"), {"role": "assistant", "content": "Done."}]}),
+    ("chat.jsonl", {"messages": [GO, calling(["a"]), {"role": "user", "content": "stop"},
+                                 {"role": "assistant", "content": "Stopped."}]}),
+    ("chat.jsonl", {"messages": [GO, calling(["a"]), result("a", "x"), result("b", "y"),
+                                 {"role": "assistant", "content": "Done."}]}),
 ])  # fmt: skip
 def test_logs_that_give_such_contexts_are_what_this_is_for(tmp_path: Path, name, record):
     (tmp_path / name).write_text(json.dumps(record))

@@ -47,8 +47,10 @@ CONTEXT = [
     {"role": "tool", "tool_call_id": "c0", "name": "read", "content": "It is a folder."},
 ]
 PAIRS = [
-    DPOPair("a:1", CONTEXT, action_text(CALL), "Nothing.", 2, [4, 5], provenance={"agreed": ["x", "y"], "threshold": 2}),
-    DPOPair("a:2", [{"role": "user", "content": "Hello"}], "Good day.", "What?", 3, provenance={"agreed": ["x"]}),
+    DPOPair("a:1", CONTEXT, action_text(CALL), "Nothing.", 2, [4, 5],
+            provenance={"agreed": ["x", "y"], "threshold": 2}),
+    DPOPair("a:2", [{"role": "user", "content": "Hello"}], "Good day.", "What?", 3,
+            provenance={"agreed": ["x"]}),
 ]  # fmt: skip
 
 
@@ -101,8 +103,9 @@ def test_trl_reads_it_and_trains(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = QWEN3
     args = DPOConfig(
-        str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, report_to="none",
-        use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", disable_tqdm=True, max_length=None,
+        str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3,
+        report_to="none", use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", disable_tqdm=True,
+        max_length=None,
     )  # fmt: skip
     trainer = DPOTrainer(
         tiny.saved_model(tmp_path / "model"), args=args, train_dataset=data, processing_class=tokenizer

@@ -88,8 +88,9 @@ def contexts(draw):
         messages.append({"role": draw(st.sampled_from(["system", "developer"])), "content": draw(texts)})
     messages.append({"role": "user", "content": draw(texts.filter(str.strip))})
     for text, called in draw(st.lists(done, max_size=3)):
-        made = [{"id": f"c.{number + i}" if draw(st.booleans()) else f"functions.{name}:{number + i}", "type": "function",
-                 "function": {"name": name, "arguments": json.dumps(given)}} for i, (name, given) in enumerate(called)]  # fmt: skip
+        made = [{"id": f"c.{number + i}" if draw(st.booleans()) else f"functions.{name}:{number + i}",
+                 "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+                for i, (name, given) in enumerate(called)]  # fmt: skip
         number += len(called)
         messages.append(
             {"role": "assistant", "content": text if text or not made else None}
@@ -328,9 +329,16 @@ def test_a_free_error_that_was_kept_before_a_kill_is_asked_again(server, tmp_pat
 
 # Any JSON
 
-json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-    st.sampled_from("content type text usage choices message error output candidates parts functionCall finishReason usageMetadata promptTokenCount candidatesTokenCount "
-                    "input_tokens output_tokens cache_read_input_tokens status summary details reason code tool_calls".split()), inner, max_size=5), max_leaves=20)  # fmt: skip
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(
+            "content type text usage choices message error output candidates parts functionCall finishReason "
+            "usageMetadata promptTokenCount candidatesTokenCount input_tokens output_tokens "
+            "cache_read_input_tokens status summary details reason code tool_calls".split()
+        ),
+        inner, max_size=5),
+    max_leaves=20)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -370,9 +378,11 @@ def test_a_dialect_is_chosen_by_name_and_its_key_goes_where_it_belongs(server):
 
 @pytest.mark.parametrize("name, wrong, said", [
     ("anthropic", {"seed": 1}, "no field for seed"), ("responses", {"seed": 1}, "no field for seed"),
-    ("anthropic", {"options": {"system": "x"}}, "options system"), ("gemini", {"options": {"contents": []}}, "options contents"),
+    ("anthropic", {"options": {"system": "x"}}, "options system"),
+    ("gemini", {"options": {"contents": []}}, "options contents"),
     ("gemini", {"options": {"generationConfig": {"maxOutputTokens": 9}}}, "generationConfig.maxOutputTokens"),
-    ("gemini", {"options": {"generationConfig": {"candidateCount": 9}}}, "candidateCount"), ("responses", {"options": {"previous_response_id": "r"}}, "previous_response_id"),
+    ("gemini", {"options": {"generationConfig": {"candidateCount": 9}}}, "candidateCount"),
+    ("responses", {"options": {"previous_response_id": "r"}}, "previous_response_id"),
 ])  # fmt: skip
 def test_settings_that_would_be_lost_or_break_the_bound_are_refused(name, wrong, said):
     with pytest.raises(ValueError, match=said):

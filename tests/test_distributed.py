@@ -1,4 +1,6 @@
-"""Two processes and one take the same optimizer step: counts and scales hold under DistributedDataParallel and FSDP."""
+"""Two processes and one take the same optimizer step: counts and scales hold under
+DistributedDataParallel and FSDP.
+"""
 
 import os
 import socket
@@ -29,7 +31,9 @@ class KeptGradients(TrainerCallback):
 
 
 def shard_on_cpu() -> None:
-    """Accelerate switches FSDP on for accelerators alone; the CPU processes of this test say it themselves."""
+    """Accelerate switches FSDP on for accelerators alone; the CPU processes of this test say it
+    themselves.
+    """
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
@@ -47,7 +51,9 @@ def shard_on_cpu() -> None:
 def worker(
     folder: str, size: int, pairs: int, settings: dict, shard: bool, where: dict[str, str], output: str
 ) -> None:
-    """One process: a step of the trainer, and what the main one keeps of it. What it prints goes to `output`."""
+    """One process: a step of the trainer, and what the main one keeps of it. What it prints goes
+    to `output`.
+    """
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -68,8 +74,8 @@ def worker(
             if p.dim() > 1:
                 p.normal_(0, 0.2)
     options = dict(
-        per_device_train_batch_size=size, max_steps=1, max_grad_norm=0.0, loss_type="dapo", gradient_accumulation_steps=2,
-        num_generations=2, max_completion_length=16,
+        per_device_train_batch_size=size, max_steps=1, max_grad_norm=0.0, loss_type="dapo",
+        gradient_accumulation_steps=2, num_generations=2, max_completion_length=16,
     )  # fmt: skip
     if shard:
         shard_on_cpu()

@@ -115,7 +115,8 @@ def test_a_turn_is_found_among_several_calls_and_calls_of_no_tool():
     world.ls(a=True)
     world.ls()
     completion = [
-        answer(("nonsense", {})), TOOL, answer(("pwd", {}), ("ls", {"a": True})), TOOL, TOOL, answer(("ls", {"a": None})), TOOL,
+        answer(("nonsense", {})), TOOL, answer(("pwd", {}), ("ls", {"a": True})), TOOL, TOOL,
+        answer(("ls", {"a": None})), TOOL,
         {"role": "assistant", "content": "Done."},
     ]  # fmt: skip
     turns = world._episode.turns

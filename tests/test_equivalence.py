@@ -1,4 +1,6 @@
-"""When two actions of a coding agent are the same: commands, edits, arguments, and where a state says the agent works."""
+"""When two actions of a coding agent are the same: commands, edits, arguments, and where a state
+says the agent works.
+"""
 
 import json
 import shlex
@@ -21,14 +23,17 @@ from composer_nb.traces import Action, ToolCall, TraceState, ingest
 
 WHERE = {"folder": FOLDER, "seen": {path: Seen(text) for path, text in SEEN.items()}}
 WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=12)
-PIECES = ["ls", "-la", "&&", "||", "|", ";", "\n", "'a b'", '"x $Y"', "$(ls)", "`a`", "<<EOF", "EOF", ">", "2>&1", "<<<",
-          "(", ")", "{", "}", "if", "then", "fi", "for", "in", "do", "done", "#x", "\\", "*", "~", "A=1", "git", "add", "cd",
-          FOLDER, "-n", "5", "grep", "-e", "--", "é", "\0", "[[", "]]", "bash", "-c"]  # fmt: skip
+PIECES = ["ls", "-la", "&&", "||", "|", ";", "\n", "'a b'", '"x $Y"', "$(ls)", "`a`", "<<EOF", "EOF", ">",
+          "2>&1", "<<<", "(", ")", "{", "}", "if", "then", "fi", "for", "in", "do", "done", "#x", "\\", "*",
+          "~", "A=1", "git", "add", "cd", FOLDER, "-n", "5", "grep", "-e", "--", "é", "\0", "[[", "]]",
+          "bash", "-c"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*cases(), *found_by_a_reader()], ids=lambda case: case.name[:80])
 def test_a_pair_is_judged_as_a_developer_does_or_kept_apart(case):
-    """What differs is never taken for the same; of what is the same, an edit of an unread file may be missed."""
+    """What differs is never taken for the same; of what is the same, an edit of an unread file
+    may be missed.
+    """
     found = same_action(case.one, case.other, **WHERE)
     unread = case.group == "edits" and "other.py" in case.name
     assert found == case.same or (case.same and unread)
@@ -54,7 +59,9 @@ def test_any_text_has_a_form_that_is_json_and_blanks_around_it_do_not_matter(pie
 @settings(deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_quoted_words_are_the_words(words):
-    """What `shlex` quotes is read back as those words, whatever they hold; a list of words is a command without a shell."""
+    """What `shlex` quotes is read back as those words, whatever they hold; a list of words is a
+    command without a shell.
+    """
     typed = command_form(shlex.join(["prog", *words]))
     assert typed == ["run", "prog", *words] == words_form(["prog", *words])
 
@@ -101,7 +108,7 @@ def test_options_of_a_known_command_may_stand_anywhere(options, path):
         ("sed -n '1,5p' a b", "head -n 5 a"),
         ("env", "env A=1"),
         ("cat <<'E' > f\n$x\nE", "cat <<E > f\n$x\nE"),
-        ("git commit -m \"$(cat <<E\n$x\nE\n)\"", "git commit -m '$x'"),
+        ('git commit -m "$(cat <<E\n$x\nE\n)"', "git commit -m '$x'"),
         ("grep -F a.b f", "grep -f a.b f"),
         ("npm install --save-dev x", "npm install x"),
         ("curl -d a=1 url -d b=2", "curl -d b=2 url -d a=1"),
@@ -337,8 +344,8 @@ def test_a_patch_of_many_files():
 
 
 @pytest.mark.parametrize("arguments", [
-    {"file_path": "a", "old_string": 1, "new_string": "x"}, {"file_path": "a", "old_string": "x"}, {"old_string": "x"},
-    {"file_path": "a", "edits": "x"}, {"file_path": "a", "edits": ["x"]}, "no object",
+    {"file_path": "a", "old_string": 1, "new_string": "x"}, {"file_path": "a", "old_string": "x"},
+    {"old_string": "x"}, {"file_path": "a", "edits": "x"}, {"file_path": "a", "edits": ["x"]}, "no object",
 ])  # fmt: skip
 @pytest.mark.parametrize("tool", ["Edit", "MultiEdit"])
 def test_an_edit_that_is_not_whole_is_no_change(tool, arguments):
@@ -384,7 +391,8 @@ WROTE = ToolCall("Write", {"file_path": "cart.py", "content": "x\n"})
 
 
 @pytest.mark.parametrize("result", [
-    "Error: no write access.", "<tool_use_error>String to replace not found in file.</tool_use_error>", "No replacement was performed.",
+    "Error: no write access.", "<tool_use_error>String to replace not found in file.</tool_use_error>",
+    "No replacement was performed.",
     "The user doesn't want to proceed with this tool use.",
 ])  # fmt: skip
 def test_an_edit_that_failed_has_changed_nothing(result):
@@ -432,7 +440,9 @@ def test_numbered_lines():
 
 
 def test_what_is_read_again_counts():
-    """Other lines than those that are known end the knowledge, and so does a file that is not there any more."""
+    """Other lines than those that are known end the knowledge, and so does a file that is not
+    there any more.
+    """
     whole = reading(SEEN["cart.py"])
     changed = reading("x", "cart.py", limit=1)
     assert files_seen(whole + reading("def total(items):", "cart.py", limit=1)) == files_seen(whole)
@@ -447,7 +457,8 @@ def test_what_is_read_again_counts():
     ("Found 2 matches of the string to replace. String: status = 'done'", False),
     ('{"output":"apply_patch verification failed: ... # done","metadata":{"exit_code":1}}', False),
     ('{"output":"Success. Updated the following files:\\nM cart.py","metadata":{"exit_code":0}}', True),
-    ("The file cart.py has been updated. The user modified your proposed changes before accepting them.", False),
+    ("The file cart.py has been updated. The user modified your proposed changes before accepting them.",
+     False),
     ("<tool_use_error>File has been unexpectedly modified. Read it again.</tool_use_error>", False),
 ])  # fmt: skip
 def test_only_what_says_that_it_worked_is_followed(result, known):
@@ -458,7 +469,8 @@ def test_calls_without_ids_and_calls_without_results():
     messages = reading(SEEN["cart.py"])
     for message in messages:
         message["tool_calls" if "tool_calls" in message else "tool_call_id"] = (
-            [{**message["tool_calls"][0], "id": ""}] if "tool_calls" in message else "")
+            [{**message["tool_calls"][0], "id": ""}] if "tool_calls" in message else ""
+        )
     assert files_seen(messages) == {}
     cut = doing(ToolCall("Bash", {"command": "sed -i s/0/1/ cart.py"}))[:1]
     assert (
@@ -534,7 +546,8 @@ def test_odd_arguments_have_a_spelling():
         "parameters": {"properties": {"a": {"type": "string", "required": True}}, "required": True},
     }
     acts = [ToolCall("f", {"a": "x"}), ToolCall("f", {1: "x", "a": 2}), ToolCall(None, {"a": "x"}),
-            ToolCall("Bash", {"command": "ls", "run_in_background": b"1"}), ToolCall("Grep", {"-i": {1, 2}})]  # fmt: skip
+            ToolCall("Bash", {"command": "ls", "run_in_background": b"1"}),
+            ToolCall("Grep", {"-i": {1, 2}})]  # fmt: skip
     told = [canonical_action(Action(tool_calls=(call,)), [tool]) for call in acts]
     assert len(set(told)) == len(acts)
 
@@ -626,9 +639,11 @@ def test_teachers_that_differ_in_spelling_agree_in_a_state():
 
 def test_logs_tell_the_folder_and_redaction_keeps_paths_comparable(tmp_path):
     folder = "/home/maria/shop"
-    line = {"type": "assistant", "uuid": "u2", "parentUuid": "u1", "sessionId": "s", "cwd": folder, "version": "2", "message": {
-        "id": "m", "role": "assistant", "model": "claude-x", "content": [
-            {"type": "tool_use", "id": "t", "name": "Read", "input": {"file_path": f"{folder}/a.py"}}]}}  # fmt: skip
+    line = {"type": "assistant", "uuid": "u2", "parentUuid": "u1", "sessionId": "s", "cwd": folder,
+            "version": "2", "message": {
+                "id": "m", "role": "assistant", "model": "claude-x", "content": [
+                    {"type": "tool_use", "id": "t", "name": "Read",
+                     "input": {"file_path": f"{folder}/a.py"}}]}}  # fmt: skip
     first = {
         "type": "user",
         "uuid": "u1",

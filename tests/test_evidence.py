@@ -33,11 +33,15 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import check_runs  # noqa: E402
 
 PARAMETERS = 'smoke: bool = False\nseed: int = 0\nout: str = "out/x"\n'
-START = f'from composer_nb.results import Stamp, show_metrics, write_metrics\nstamp = Stamp("cpu", spike="{SLUG}", out=out, smoke=smoke)'
+START = (
+    "from composer_nb.results import Stamp, show_metrics, write_metrics\n"
+    f'stamp = Stamp("cpu", spike="{SLUG}", out=out, smoke=smoke)'
+)
 END = f"""\
 loss = [1.0, 0.25 + seed]
 write_metrics(out, stamp, spike="{SLUG}", params={{"smoke": smoke, "seed": seed}}, seeds=[seed],
-              figures={{"loss": loss[-1]}}, series={{"loss": loss}}, verdict="keep" if loss[-1] < 1 else "kill", notes="")
+              figures={{"loss": loss[-1]}}, series={{"loss": loss}}, \
+verdict="keep" if loss[-1] < 1 else "kill", notes="")
 show_metrics(out)"""
 
 
@@ -254,7 +258,8 @@ def test_an_edited_notebook_needs_a_provenance_that_names_the_version(root: Path
     assert [f for f in faults(root) if "spike.ipynb was changed" in f]  # which version, it does not say
     change(
         run,
-        provenance=f"edited: a sentence was added, blob {git(root, 'hash-object', str(run / 'spike.ipynb'))[:7]}",
+        provenance="edited: a sentence was added, "
+        f"blob {git(root, 'hash-object', str(run / 'spike.ipynb'))[:7]}",
     )
     assert faults(root) == []
 
@@ -331,7 +336,10 @@ def test_a_table_that_copies_figures_is_found_when_stale(root: Path) -> None:
     chapter = root / "nbs" / "part" / "01_table.ipynb"
     chapter.parent.mkdir(parents=True)
     runs = f'"../../spikes/{SLUG}/runs"'
-    read_cell = f"runs = [json.loads(p.read_text())['figures'] for p in sorted(Path({runs}).glob('*/metrics.json'))]\nlen(runs)"
+    read_cell = (
+        "runs = [json.loads(p.read_text())['figures'] "
+        f"for p in sorted(Path({runs}).glob('*/metrics.json'))]\nlen(runs)"
+    )
     cells = ["import json\nfrom pathlib import Path\nimport pandas as pd", read_cell, "pd.DataFrame(runs)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nbformat.write(notebook, chapter)

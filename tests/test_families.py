@@ -14,15 +14,17 @@ from composer_nb.distillation.divergence import generalized_jsd_loss
 from composer_nb.loss import compose_loss, head_of
 
 SMALL = dict(
-    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2,
 )  # fmt: skip
 MOE = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1, mlp_only_layers=[]
 )
 FAMILIES = {
-    "llama": dict(tie_word_embeddings=True), "qwen2": {}, "qwen3": dict(tie_word_embeddings=False), "mistral": dict(sliding_window=4),
-    "gemma2": dict(final_logit_softcapping=3.0, query_pre_attn_scalar=8), "phi3": dict(rope_parameters=None), "phi": dict(tie_word_embeddings=False),
+    "llama": dict(tie_word_embeddings=True), "qwen2": {}, "qwen3": dict(tie_word_embeddings=False),
+    "mistral": dict(sliding_window=4), "gemma2": dict(final_logit_softcapping=3.0, query_pre_attn_scalar=8),
+    "phi3": dict(rope_parameters=None), "phi": dict(tie_word_embeddings=False),
     "cohere": dict(logit_scale=0.25), "granite": dict(logits_scaling=4.0), "qwen3_moe": MOE,
 }  # fmt: skip
 
@@ -61,8 +63,10 @@ def batch():
     response = torch.zeros_like(ids)
     response[:, 6:] = 1
     return {
-        "input_ids": ids, "attention_mask": mask, "response_mask": response, "ctx_teacher_input_ids": hinted, "ctx_teacher_attention_mask": hinted_mask,
-        "sdpo_loss_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool), "student_response_idx": student_at,
+        "input_ids": ids, "attention_mask": mask, "response_mask": response, "ctx_teacher_input_ids": hinted,
+        "ctx_teacher_attention_mask": hinted_mask,
+        "sdpo_loss_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool),
+        "student_response_idx": student_at,
         "teacher_response_idx": teacher_at,
     }  # fmt: skip
 

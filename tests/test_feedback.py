@@ -54,8 +54,14 @@ def test_hard_hints_are_placed_and_tokens_agree(hint, placement):
 
 
 # Templates that write the last message as JSON or as escaped markup, as some do with what tools say.
-JSON = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-MARKUP = "{% for m in messages %}<{{ m.role }}>{{ m.content | e }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+JSON = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKUP = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | e }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 DROPS = "{% for m in messages %}<{{ m.role }}>{{ m.content[:8] }}\n{% endfor %}<assistant>"
 
 
@@ -107,7 +113,9 @@ REFUSED = ("the chat template refuses", "the chat template drops the hint", "the
 
 
 def rendered_row(prompt, template) -> tuple[dict[str, torch.Tensor], bool]:
-    """A row whose prompt is what the template writes, or a rollout function's own where it refuses the messages."""
+    """A row whose prompt is what the template writes, or a rollout function's own where it
+    refuses the messages.
+    """
     row, shown = output(), True
     try:
         text = render(TOKENIZER, prompt, **template)
@@ -155,7 +163,7 @@ def test_each_reason_is_said_once(tmp_path):
 
     def said(completions, **columns):
         number = next(step)
-        late, lost = Feedback("Say red.", site=7 + number), Feedback(f"Say {number} it's \"red\". " * 400)
+        late, lost = Feedback("Say red.", site=7 + number), Feedback(f'Say {number} it\'s "red". ' * 400)
         return [late if number == 0 else lost, lost if number else late, None, late]
 
     with warnings.catch_warnings(record=True) as told:
@@ -230,7 +238,7 @@ def test_a_feedback_of_another_kind_is_named(answer):
 def test_several_hints_of_one_completion_are_kept_in_order_without_gaps():
     said = [Feedback("a", 0), None, Feedback("b", 2)]
     assert ask(lambda **columns: [said], ["a"], ["b"]) == [(said[0], said[2])]
-    assert ask(lambda **columns: [[None], ], ["a"], ["b"]) == [None]
+    assert ask(lambda **columns: [[None]], ["a"], ["b"]) == [None]
 
 
 @pytest.mark.parametrize("wrong", [dict(site=None), dict(site=1.5), dict(hint=None)], ids=str)

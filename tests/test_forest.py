@@ -51,7 +51,9 @@ NOT_OF_TRAINED_ARMS = {"003b_equal_cost", "011_turn_local", "011c_house_rules"}
 
 
 def test_the_results_page_draws_every_registered_difference(book) -> None:
-    """The newest differences of trained arms, each with its interval; pilots and runs of other kinds are left out."""
+    """The newest differences of trained arms, each with its interval; pilots and runs of other
+    kinds are left out.
+    """
     named = dict.fromkeys(
         re.findall(r"^(\d\w+)/(\S+) (\w+): ", (ROOT / "book/results.md").read_text(), re.MULTILINE)
     )

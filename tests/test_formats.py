@@ -50,13 +50,15 @@ def test_a_format_of_ones_own_is_recognised_beside_the_others(tmp_path, own_form
     assert [s.state_id for s in ingest(tmp_path / "a.jsonl", "answers")] == ["a:1"]
 
 
-FORMATS = ["anthropic", "atif", "claude-code", "claude-stream", "codex", "gemini", "mini-swe-agent", "openhands", "responses",
-           "sharegpt", "swe-agent", "chat"]  # fmt: skip
+FORMATS = ["anthropic", "atif", "claude-code", "claude-stream", "codex", "gemini", "mini-swe-agent",
+           "openhands", "responses", "sharegpt", "swe-agent", "chat"]  # fmt: skip
 ASKS, SAYS = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SAMPLES = [
     ("anthropic", {"system": "s", "messages": [ASKS, SAYS]}),
-    ("anthropic", {"request": {"messages": [ASKS]}, "response": {"type": "message", "role": "assistant", "content": []}}),
-    ("atif", {"schema_version": "ATIF-v1.5", "agent": {"name": "a"}, "steps": [{"source": "user", "message": "q"}]}),
+    ("anthropic", {"request": {"messages": [ASKS]},
+                   "response": {"type": "message", "role": "assistant", "content": []}}),
+    ("atif", {"schema_version": "ATIF-v1.5", "agent": {"name": "a"},
+              "steps": [{"source": "user", "message": "q"}]}),
     ("claude-code", {"type": "user", "uuid": "u", "parentUuid": None, "sessionId": "s", "message": ASKS}),
     ("claude-code", {"type": "system", "subtype": "x", "uuid": "u", "parentUuid": None, "sessionId": "s"}),
     ("claude-code", {"type": "summary", "summary": "x"}),
@@ -75,13 +77,18 @@ SAMPLES = [
     ("mini-swe-agent", {"messages": [ASKS, SAYS], "info": {"mini_version": "1"}}),
     ("openhands", {"action": "message", "source": "user", "args": {"content": "q"}}),
     ("openhands", {"observation": "run", "source": "agent", "content": "x", "extras": {}}),
-    ("openhands", {"instance_id": "i", "history": [{"action": "message", "source": "user", "args": {"content": "q"}}]}),
-    ("responses", {"input": [{"type": "message", "role": "user", "content": "q"}], "instructions": "s", "model": "m"}),
+    ("openhands", {"instance_id": "i",
+                   "history": [{"action": "message", "source": "user", "args": {"content": "q"}}]}),
+    ("responses", {"input": [{"type": "message", "role": "user", "content": "q"}], "instructions": "s",
+                   "model": "m"}),
     ("responses", {"request": {"input": "q"}, "response": {"object": "response", "output": []}}),
     ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}),
-    ("swe-agent", {"trajectory": [{"action": "ls", "observation": "x", "response": "a"}], "history": [ASKS, SAYS], "info": {}}),
-    ("chat", {"messages": [ASKS, SAYS]}), ("chat", {"request": {"messages": [ASKS]}, "response": {"choices": [{"message": SAYS}]}}),
-    ("chat", {"body": {"messages": [ASKS]}, "response": {"body": {"choices": []}}}), ("chat", {"messages": [ASKS, SAYS], "system": ""}),
+    ("swe-agent", {"trajectory": [{"action": "ls", "observation": "x", "response": "a"}],
+                   "history": [ASKS, SAYS], "info": {}}),
+    ("chat", {"messages": [ASKS, SAYS]}),
+    ("chat", {"request": {"messages": [ASKS]}, "response": {"choices": [{"message": SAYS}]}}),
+    ("chat", {"body": {"messages": [ASKS]}, "response": {"body": {"choices": []}}}),
+    ("chat", {"messages": [ASKS, SAYS], "system": ""}),
 ]  # fmt: skip
 
 

@@ -70,7 +70,8 @@ from composer_nb.forward.sharing import paying_plan, two_levels
 from composer_nb.forward.states import cache_keyword, run_body
 
 SPECIAL = dict(bos_token_id=1, eos_token_id=2)
-SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, **SPECIAL)  # fmt: skip
+SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, **SPECIAL)  # fmt: skip
 GPT = dict(vocab_size=64, n_embd=16, n_layer=2, n_head=2, **SPECIAL)
 NEOX = dict(
     vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **SPECIAL
@@ -202,7 +203,9 @@ def test_grouped_heads_are_the_copied_ones(dtype):
 
 @pytest.fixture
 def no_accelerator():
-    """Accelerate keeps one state in a process; other tests may have left one, and must not meet this one's."""
+    """Accelerate keeps one state in a process; other tests may have left one, and must not meet
+    this one's.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -237,7 +240,9 @@ def test_grouped_heads_leave_the_environment_as_it_was(monkeypatch):
 
 
 def below_one_message(seed: int = 0) -> list[list[int]]:
-    """Two system messages; under the first three questions (of three, two and one answers), under the second two."""
+    """Two system messages; under the first three questions (of three, two and one answers), under
+    the second two.
+    """
     draw = random.Random(seed)
     some = lambda n: [draw.randint(3, 60) for _ in range(n)]  # noqa: E731
     rows = []
@@ -589,7 +594,9 @@ def test_odd_models_do_not_raise_and_run_plainly(kind):
     )
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), IndexError("x"), AttributeError("x"), NotImplementedError("x"), RuntimeError("x")])  # fmt: skip
+@pytest.mark.parametrize("error",
+                         [ValueError("x"), KeyError("x"), IndexError("x"), AttributeError("x"),
+                          NotImplementedError("x"), RuntimeError("x")])  # fmt: skip
 def test_the_check_takes_what_odd_models_raise_as_no(error):
     model = build(lambda: Raising(LlamaConfig(**SMALL)))
     model.error = error
@@ -701,7 +708,8 @@ def test_the_memory_of_the_check_does_not_keep_models_alive():
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10.0}
-LONG = {"rope_type": "longrope", "rope_theta": 10.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "original_max_position_embeddings": 16}  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 10.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4,
+        "original_max_position_embeddings": 16}  # fmt: skip
 
 
 @pytest.mark.parametrize("rope, longest", [(DYNAMIC, 16), (LONG, 64)], ids=["dynamic", "longrope"])
@@ -738,8 +746,10 @@ def test_frequencies_that_depend_on_the_length_are_not_mixed(rope, longest, monk
         ({"rope_type": "dynamic"}, 32),
         ({"rope_type": "dynamic", "original_max_position_embeddings": 99}, 32),
         ({"rope_type": "longrope", "original_max_position_embeddings": 8}, 8),
-        ({"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 8}, "sliding_attention": {"rope_type": "default"}}, 8),
-        ({"full_attention": {"rope_type": "llama3"}, "sliding_attention": {"rope_type": "default"}}, float("inf")),
+        ({"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 8},
+          "sliding_attention": {"rope_type": "default"}}, 8),
+        ({"full_attention": {"rope_type": "llama3"}, "sliding_attention": {"rope_type": "default"}},
+         float("inf")),
     ],
 )  # fmt: skip
 def test_the_longest_row_whose_frequencies_are_fixed(rope, limit):
@@ -799,7 +809,8 @@ def continued(model, prefixes, suffixes, owner, side="right", other="right"):
     encoded = continued_forward_pass(model, ids, mask, more, more_mask, torch.tensor(owner))
     batch = torch.tensor([i for i, row in enumerate(suffixes) for _ in row], dtype=torch.long)
     token = torch.tensor([t for row in suffixes for t in range(len(row))], dtype=torch.long)
-    own = [model(input_ids=torch.tensor([prefixes[p] + row])).logits[0, len(prefixes[p]) - 1 : -1] for p, row in zip(owner, suffixes, strict=True)]  # fmt: skip
+    own = [model(input_ids=torch.tensor([prefixes[p] + row])).logits[0, len(prefixes[p]) - 1 : -1]
+           for p, row in zip(owner, suffixes, strict=True)]  # fmt: skip
     return encoded, encoded.logits(batch, token), torch.cat(own)
 
 

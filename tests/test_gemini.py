@@ -49,13 +49,15 @@ def chat_twin():
     ]
     return {"model": "gemini-x", "messages": [
         {"role": "user", "content": "go"}, {"role": "assistant", "content": "Both.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "a", "content": "ok"}, {"role": "tool", "tool_call_id": "b", "content": "gone", "is_error": True},
+        {"role": "tool", "tool_call_id": "a", "content": "ok"},
+        {"role": "tool", "tool_call_id": "b", "content": "gone", "is_error": True},
         {"role": "assistant", "content": "end"}]}  # fmt: skip
 
 
 def checkpoint():
     calls = [{"functionCall": {"id": i, "name": "ls", "args": {"path": i}}} for i in "ab"]
-    return [{"role": "user", "parts": [{"text": "go"}]}, {"role": "model", "parts": [{"text": "Both."}, *calls]},
+    return [{"role": "user", "parts": [{"text": "go"}]},
+            {"role": "model", "parts": [{"text": "Both."}, *calls]},
             {"role": "user", "parts": [response("a", {"output": "ok"}), response("b", {"error": "gone"})]},
             {"role": "model", "parts": [{"text": "end"}]}]  # fmt: skip
 
@@ -132,8 +134,10 @@ def test_calls_in_the_content_are_taken_once(tmp_path):
 
 
 def test_what_has_no_place_is_counted(tmp_path):
-    records = [META, message("i", "info", "x"), message("c", "user", "/help"), message("u", "user", [{"text": "see"}, {"inlineData": {}}]),
-               gemini("g1", [{"text": "a"}, {"executableCode": {}}], call("a", {"error": "[Operation Cancelled] no"}, "cancelled")),
+    records = [META, message("i", "info", "x"), message("c", "user", "/help"),
+               message("u", "user", [{"text": "see"}, {"inlineData": {}}]),
+               gemini("g1", [{"text": "a"}, {"executableCode": {}}],
+                      call("a", {"error": "[Operation Cancelled] no"}, "cancelled")),
                message("x", "alien", "x"), {"id": "y", "type": "gemini", "timestamp": "t", "content": [3]},
                gemini("g2", "half", {"id": "b", "name": "ls", "args": 3}), END]  # fmt: skip
     states, report = read(tmp_path, records, GeminiIngester)
@@ -178,7 +182,8 @@ def test_data_in_a_result_is_counted_and_a_change_that_is_none_reported(tmp_path
 
 
 @pytest.mark.parametrize(("said", "text", "failed"), [
-    ({"output": "x"}, "x", False), ({"error": "x"}, "x", True), ({"output": "x", "error": ""}, "x", False), ({"n": 1}, '{"n": 1}', False),
+    ({"output": "x"}, "x", False), ({"error": "x"}, "x", True), ({"output": "x", "error": ""}, "x", False),
+    ({"n": 1}, '{"n": 1}', False),
 ])  # fmt: skip
 def test_responses(said, text, failed):
     found = Response.of({"name": "ls", "response": said})
@@ -191,8 +196,10 @@ def test_a_line_of_a_session_is_nobody_elses():
         assert record_format(record) == "gemini"
 
 
-POOL = [META, ASK, message("u2", "user", "more"), BOTH, gemini("g2", "x", call("c")), gemini("g2", "x", call("c", {"output": "o"})), END,
-        {"$rewindTo": "g1"}, {"$rewindTo": "u2"}, {"$set": {"messages": [ASK, BOTH]}}, message("u3", "user", [response("c", {"output": "o"})])]  # fmt: skip
+POOL = [META, ASK, message("u2", "user", "more"), BOTH, gemini("g2", "x", call("c")),
+        gemini("g2", "x", call("c", {"output": "o"})), END, {"$rewindTo": "g1"}, {"$rewindTo": "u2"},
+        {"$set": {"messages": [ASK, BOTH]}},
+        message("u3", "user", [response("c", {"output": "o"})])]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)

@@ -75,11 +75,13 @@ TEXTS = [
     ("MCP error -32602: Invalid arguments for tool search: expected string", "bad_arguments"),
     ("params must have required property 'new_string'", "bad_arguments"),
     (
-        "<tool_use_error>InputValidationError: Ask failed due to the following issue:\nThe parameter `q` type is expected as `array`",
+        "<tool_use_error>InputValidationError: Ask failed due to the following issue:\n"
+        "The parameter `q` type is expected as `array`",
         "bad_arguments",
     ),
     (
-        'InputValidationError: Read was called with input that could not be parsed as JSON.\nYou sent {"offset": 690, , }',
+        "InputValidationError: Read was called with input that could not be parsed as JSON.\n"
+        'You sent {"offset": 690, , }',
         "malformed_arguments",
     ),
     ("Failed to parse tool arguments: Expecting ',' delimiter", "malformed_arguments"),
@@ -300,9 +302,10 @@ def test_a_tool_name_with_braces_or_without_end_stays_a_name():
 def spellings(value: str) -> list[str]:
     escaped = json.dumps(value)
     return [
-        value, value.upper(), value.lower(), f"'{value}'", f"`{value}`", f"“{value}”", f"({value}).", escaped, json.dumps({"x": value}),
-        json.dumps(escaped), json.dumps(value, ensure_ascii=False), quote(value), html.escape(value), value.replace(" ", "  \n"),
-        "\u200b".join(value), "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in value),
+        value, value.upper(), value.lower(), f"'{value}'", f"`{value}`", f"“{value}”", f"({value}).", escaped,
+        json.dumps({"x": value}), json.dumps(escaped), json.dumps(value, ensure_ascii=False), quote(value),
+        html.escape(value), value.replace(" ", "  \n"), "\u200b".join(value),
+        "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in value),
     ]  # fmt: skip
 
 
@@ -334,9 +337,11 @@ def test_a_planted_string_is_found_in_every_spelling(value, which, before, after
 
 
 @pytest.mark.parametrize("value, hint", [
-    ("San Francisco", "use san_francisco"), ("San Francisco", "use SanFrancisco"), ("sanfrancisco", "use San Francisco"),
-    ("5 km", "set 5km"), ("2023-10-01", "set 20231001"), ("5551234567", "call 555-123-4567"), ("São Paulo", "in Sao Paulo"),
-    ("celsius", "mycelsiusunit"), ("Tom & Jerry", "use Tom &amp; Jerry"), ("été", "use &eacute;t&eacute;"), ("東京", "東京の天気"), ("x", "name it 'x'"), ("X", "name it X"), ("in", 'set "in"'), ("1000", "set 1,000"),
+    ("San Francisco", "use san_francisco"), ("San Francisco", "use SanFrancisco"),
+    ("sanfrancisco", "use San Francisco"), ("5 km", "set 5km"), ("2023-10-01", "set 20231001"),
+    ("5551234567", "call 555-123-4567"), ("São Paulo", "in Sao Paulo"),
+    ("celsius", "mycelsiusunit"), ("Tom & Jerry", "use Tom &amp; Jerry"), ("été", "use &eacute;t&eacute;"),
+    ("東京", "東京の天気"), ("x", "name it 'x'"), ("X", "name it X"), ("in", 'set "in"'), ("1000", "set 1,000"),
     ("/", "use '/'"), ("def f(a, b): return a + b", "write return a + b instead, def f(a, b) first"),
 ])  # fmt: skip
 def test_other_spellings_are_found(value, hint):
@@ -344,15 +349,19 @@ def test_other_spellings_are_found(value, hint):
 
 
 @pytest.mark.parametrize("value, hint", [
-    ("in", "look in the folder"), ("a", "a tool"), ("cat", "concatenate"), ("x", "x marks it"), ("US", "tell us"), ("A", "A tool is needed"),
-    (1, "use one of the tools"), (5, "utf5 in v1.5.2"), (3, "30 or 13 or 0.3"), ("5 km", "set 15 km"), (True, "true"), ("true", "true"), ("", "x"),
+    ("in", "look in the folder"), ("a", "a tool"), ("cat", "concatenate"), ("x", "x marks it"),
+    ("US", "tell us"), ("A", "A tool is needed"), (1, "use one of the tools"), (5, "utf5 in v1.5.2"),
+    (3, "30 or 13 or 0.3"), ("5 km", "set 15 km"), (True, "true"), ("true", "true"), ("", "x"),
     (None, "null"), (float("nan"), "nan"), ("notable", "is not able"), ({"unit": None}, "unit"),
 ])  # fmt: skip
 def test_what_gives_nothing_away_is_kept(value, hint):
     assert hw.leaked_values(hint, [value]) == []
 
 
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+).split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
@@ -370,8 +379,9 @@ def in_words(n: int) -> str:
 def test_a_planted_number_is_found_in_every_spelling(n, which, negative):
     exact = f"{n:.6e}".replace("e+0", "e").replace("e+", "E+")
     spelled = [
-        str(n), f"{n:,}", f"{n}.0", exact, f"{n:,}".replace(",", "_"), f"{n:,}".replace(",", " "), f"{n:,}".replace(",", "'"),
-        f"{n:,}".replace(",", "."), f"{n * 100}%", in_words(n), in_words(n).upper(), f"${n}", f"'{n}'", f"{n}km",
+        str(n), f"{n:,}", f"{n}.0", exact, f"{n:,}".replace(",", "_"), f"{n:,}".replace(",", " "),
+        f"{n:,}".replace(",", "'"), f"{n:,}".replace(",", "."), f"{n * 100}%", in_words(n),
+        in_words(n).upper(), f"${n}", f"'{n}'", f"{n}km",
     ][which]  # fmt: skip
     value = -n if negative else n
     for answer in (value, float(value), str(value), {"x": [{"y": value}]}, json.dumps({"x": value})):
@@ -460,7 +470,8 @@ def test_the_filter_refuses_records_raises_and_lets_through():
 
 def test_the_context_is_what_the_student_could_read():
     messages = [{"role": "user", "content": [{"type": "text", "text": "in Oslo"}]},
-                {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "edit", "arguments": '{"path": "été.py"}'}}]},
+                {"role": "assistant", "content": None,
+                 "tool_calls": [{"function": {"name": "edit", "arguments": '{"path": "été.py"}'}}]},
                 {"role": "tool", "content": "forty lines"}]  # fmt: skip
     call = ToolCall("edit", {"path": "secret.py"})
     state = TraceState("s", messages, Action(tool_calls=(call,)), (OPENAI,), (ToolFailure(call, "ENOENT"),))
@@ -486,7 +497,8 @@ def test_the_context_is_what_the_student_could_read():
 def test_a_report_counts_who_wrote_and_who_did_not():
     report, site = hw.HintReport(), site_of(failed(ToolCall("edit", GOOD), "Something odd"))
     writer = composite_hint(report.watch("template", template_hint),
-                            report.watch("judge", hw.judge_hint(lambda m: "NO HINT", report=report)), report.watch("raw", raw_error_hint))  # fmt: skip
+                            report.watch("judge", hw.judge_hint(lambda m: "NO HINT", report=report)),
+                            report.watch("raw", raw_error_hint))  # fmt: skip
     assert writer(site) == "Something odd" and writer(site_of(failed(ToolCall("edit", {})))).startswith(
         "Reminder"
     )
@@ -513,12 +525,15 @@ def test_a_clipped_hint_is_one_line_of_so_many_words():
     ("<think>a\nthought</think>\nRead it first.", "Read it first.", ""),
     ("Read it.\n```python\nopen('a')\n```", "Read it.", ""),
     ("The type is List[str] or a < b > c.", "The type is List[str] or a < b > c.", ""),
-    ("", "", "empty"), ("```\nonly code\n```", "", "empty"), ("<think>never ends", "", "empty"), ('"" ', "", "empty"),
-    ("NO HINT", "", "declined"), ("**No hint.** The call was fine.", "", "declined"),
-    ("word " * 11, "", "repeats itself"), (" ".join(f"w{i}" for i in range(11)), "", "too long"), ("x" * 400, "", "too long"),
-    ('{"name": "edit", "arguments": {}}', "", "spells a call"), ('Try <tool_call>{"name": "f"}', "", "spells a call"),
-    ('Call edit with {"path": "a"}', "", "spells a call"), ("Call it with <file path>.", "", "leaves something to fill in"),
-    ("Open {path} first.", "", "leaves something to fill in"), ("Open [your file] first.", "", "leaves something to fill in"),
+    ("", "", "empty"), ("```\nonly code\n```", "", "empty"), ("<think>never ends", "", "empty"),
+    ('"" ', "", "empty"), ("NO HINT", "", "declined"), ("**No hint.** The call was fine.", "", "declined"),
+    ("word " * 11, "", "repeats itself"), (" ".join(f"w{i}" for i in range(11)), "", "too long"),
+    ("x" * 400, "", "too long"), ('{"name": "edit", "arguments": {}}', "", "spells a call"),
+    ('Try <tool_call>{"name": "f"}', "", "spells a call"),
+    ('Call edit with {"path": "a"}', "", "spells a call"),
+    ("Call it with <file path>.", "", "leaves something to fill in"),
+    ("Open {path} first.", "", "leaves something to fill in"),
+    ("Open [your file] first.", "", "leaves something to fill in"),
 ])  # fmt: skip
 def test_a_judges_reply_is_cleaned_or_refused(reply, hint, reason):
     limit = 12 if reason == "repeats itself" else 10

@@ -519,7 +519,9 @@ def test_a_round_that_was_closed_again_is_not_taken_for_the_one_that_was_read(wo
     one.bucket.delete(next(part.ref.key for part in record.contributions if part.rank == 2))
 
     class RollsBack:
-        """Rank 1, which gives up asking, rolls back and closes round 4 at once, between two looks of rank 2."""
+        """Rank 1, which gives up asking, rolls back and closes round 4 at once, between two looks
+        of rank 2.
+        """
 
         looks = 0
 

@@ -17,7 +17,13 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import frame  # noqa: E402
 import measure_house  # noqa: E402
 
-TOC = "format: jb-book\nroot: intro\nparts:\n  - caption: One\n    chapters: [{file: nbs/a/00_first}, {file: nbs/a/01_second}]\n"
+TOC = """\
+format: jb-book
+root: intro
+parts:
+  - caption: One
+    chapters: [{file: nbs/a/00_first}, {file: nbs/a/01_second}]
+"""
 PICTURE = new_output("display_data", {"image/png": "aGk="})
 
 
@@ -50,7 +56,8 @@ def house(tmp_path):
     (tmp_path / "composer_nb/first.py").write_text("def double(x: int) -> int:\n    return 2 * x\n")
     tall = "\n".join(f"    a{n} = {n}" for n in range(130))
     (tmp_path / "composer_nb/second.py").write_text(
-        f"def wide({wide}) -> None: ...\n\n\nclass Tall:\n{tall}\n\n\nclass Small:\n    def __init__(self, {wide}) -> None: ...\n"
+        f"def wide({wide}) -> None: ...\n\n\nclass Tall:\n{tall}\n\n\n"
+        f"class Small:\n    def __init__(self, {wide}) -> None: ...\n"
     )
     (tmp_path / "composer_nb/large.py").write_text("\n".join(f"x{n} = {n}" for n in range(401)))
     return tmp_path

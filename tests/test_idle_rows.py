@@ -115,7 +115,7 @@ def test_verified_retakes_are_learned_though_no_row_moves(tmp_path) -> None:
     options = dict(
         alpha_sdpo=1.0, feedback_func=feedback, hint_mode="verified", teacher="live", retake_pass=0.0
     )
-    pays = lambda completions, **_: [-1.0 if len(completions) == 4 else 1.0 for _ in completions]  # noqa: E731
+    pays = lambda completions, **_: [-1.0 if len(completions) == 4 else 1.0 for _ in completions]
     runs, found = both(
         tmp_path, pays, **options
     )  # four answers of a step fail, the one or two after them pass

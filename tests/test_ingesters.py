@@ -222,7 +222,8 @@ def test_a_reply_written_as_snapshots_that_grow_is_one_turn(tmp_path):
     path = write(tmp_path / "s.jsonl", [
         user("u", None, "go"),
         reply("a", "u", "m", {"type": "thinking", "thinking": "Hm"}, text("Let me")),
-        reply("b", "a", "m", {"type": "thinking", "thinking": "Hm, so."}, text("Let me look."), use("c", x=1)),
+        reply("b", "a", "m", {"type": "thinking", "thinking": "Hm, so."}, text("Let me look."),
+              use("c", x=1)),
         reply("d", "b", "m", text("Let me look."), use("c", x=1), use("e", x=2)),
     ])  # fmt: skip
     (state,) = ClaudeCodeIngester().ingest(path)
@@ -282,8 +283,9 @@ def test_of_two_results_of_one_call_the_first_one_decides_about_the_failure(tmp_
 
 def test_a_context_that_was_looked_at_early_is_not_kept(tmp_path):
     grown = [
-        user("u", None, "go"), reply("a", "u", "m", use("c1")), result("r1", "a", ok("c1", "one")), user("v", "r1", "aside"),
-        reply("b", "r1", "m", use("c2")), result("r2", "b", ok("c2", "two")), reply("d", "r2", "n", text("D")),
+        user("u", None, "go"), reply("a", "u", "m", use("c1")), result("r1", "a", ok("c1", "one")),
+        user("v", "r1", "aside"), reply("b", "r1", "m", use("c2")), result("r2", "b", ok("c2", "two")),
+        reply("d", "r2", "n", text("D")),
     ]  # fmt: skip
     *_, state = ClaudeCodeIngester().ingest(write(tmp_path / "s.jsonl", grown))
     assert contents(state) == ["go", "", "one", "two"] and len(state.messages[1]["tool_calls"]) == 2
@@ -324,7 +326,8 @@ def test_parts_of_results_and_messages(tmp_path):
     path = write(tmp_path / "s.jsonl", [
         user("u", None, [text("see"), image]),
         reply("a", "u", "m", use("c"), use("d"), use("e")),
-        result("r", "a", ("c", [text("one"), text("two")], {}), ("d", [text("shot:"), image], {}), ("e", None, {})),
+        result("r", "a", ("c", [text("one"), text("two")], {}), ("d", [text("shot:"), image], {}),
+               ("e", None, {})),
         reply("b", "r", "n", text("done")),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
@@ -342,7 +345,8 @@ def test_what_the_program_wrote_is_no_turn_and_a_queued_message_is_seen(tmp_path
     path = write(tmp_path / "s.jsonl", [
         user("u", None, "go"),
         reply("e", "u", "x", text("API Error"), isApiErrorMessage=True),
-        reply("f", "e", "y", text("No response requested.")) | {"message": {"id": "y", "model": "<synthetic>", "content": [text("No")]}},
+        reply("f", "e", "y", text("No response requested."))
+        | {"message": {"id": "y", "model": "<synthetic>", "content": [text("No")]}},
         record("q", "f", "attachment", attachment={"type": "queued_command", "prompt": "also this"}),
         record("t", "q", "attachment", attachment={"type": "todo_reminder", "content": []}),
         record("l", "t", "system", subtype="local_command", content="<command-name>/status</command-name>"),
@@ -368,7 +372,8 @@ def test_a_user_text_before_the_result_comes_after_it_in_the_context(tmp_path):
 
 def test_a_failure_whose_record_lost_its_place_still_marks_its_turn(tmp_path):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "u", "m", use("c")), record("k", None, "progress", data={}), user("v", "k", "other root"),
+        user("u", None, "go"), reply("a", "u", "m", use("c")), record("k", None, "progress", data={}),
+        user("v", "k", "other root"),
         result("r", "gone", ("c", "no", {"is_error": True})),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
@@ -379,8 +384,9 @@ def test_a_failure_whose_record_lost_its_place_still_marks_its_turn(tmp_path):
 
 def test_a_failure_that_comes_when_another_branch_has_begun_still_marks_its_turn(tmp_path):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "u", "m", use("c")), user("v", "u", "other way"), reply("b", "v", "n", text("B")),
-        result("r", "a", ("c", "no", {"is_error": True})), reply("d", "r", "o", text("D")),
+        user("u", None, "go"), reply("a", "u", "m", use("c")), user("v", "u", "other way"),
+        reply("b", "v", "n", text("B")), result("r", "a", ("c", "no", {"is_error": True})),
+        reply("d", "r", "o", text("D")),
     ])  # fmt: skip
     states = {s.metadata["message_id"]: s for s in ClaudeCodeIngester().ingest(path)}
     assert [f.message for f in states["m"].failures] == ["no"] and contents(states["n"]) == [
@@ -392,8 +398,9 @@ def test_a_failure_that_comes_when_another_branch_has_begun_still_marks_its_turn
 
 def test_a_record_that_comes_when_its_reply_is_over_is_a_turn_of_its_own(tmp_path):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "u", "m", use("c1")), result("r", "a", ok("c1", "out")), reply("b", "r", "n", text("next")),
-        reply("d", "r", "m", use("c2")), result("s", "d", ok("c2", "late")), reply("e", "s", "o", text("end")),
+        user("u", None, "go"), reply("a", "u", "m", use("c1")), result("r", "a", ok("c1", "out")),
+        reply("b", "r", "n", text("next")), reply("d", "r", "m", use("c2")),
+        result("s", "d", ok("c2", "late")), reply("e", "s", "o", text("end")),
     ])  # fmt: skip
     states = list(ClaudeCodeIngester().ingest(path))
     assert call_ids(states) == ["c1", "c2"] and len(states) == 4 and contents(states[2]) == ["go", "", "out"]
@@ -412,8 +419,10 @@ def test_a_side_chain_that_names_its_caller_as_parent_sees_only_its_task(tmp_pat
 @pytest.mark.parametrize("boundary_parent", [None, "b"])
 def test_compaction_begins_a_new_context(tmp_path, boundary_parent):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "u", "m", use("c")), result("r", "a", ok("c", "out")), reply("b", "r", "n", text("more")),
-        record("k", boundary_parent, "system", subtype="compact_boundary", logicalParentUuid="b", content="Conversation compacted"),
+        user("u", None, "go"), reply("a", "u", "m", use("c")), result("r", "a", ok("c", "out")),
+        reply("b", "r", "n", text("more")),
+        record("k", boundary_parent, "system", subtype="compact_boundary", logicalParentUuid="b",
+               content="Conversation compacted"),
         user("s", "k", "Summary.", isCompactSummary=True), reply("d", "s", "o", text("on")),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
@@ -423,7 +432,8 @@ def test_compaction_begins_a_new_context(tmp_path, boundary_parent):
 
 def test_a_summary_without_a_boundary_begins_a_new_context_too(tmp_path):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "u", "m", text("A")), user("s", "a", "Summary.", isCompactSummary=True), reply("d", "s", "o", text("on")),
+        user("u", None, "go"), reply("a", "u", "m", text("A")),
+        user("s", "a", "Summary.", isCompactSummary=True), reply("d", "s", "o", text("on")),
     ])  # fmt: skip
     *_, state = ClaudeCodeIngester().ingest(path)
     assert contents(state) == ["Summary."]
@@ -436,9 +446,12 @@ def test_a_summary_without_a_boundary_begins_a_new_context_too(tmp_path):
 def test_a_preserved_segment_stands_behind_its_anchor(tmp_path, anchor, expected):
     segment = {"headUuid": "h", "tailUuid": "b", "anchorUuid": anchor}
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "u", "m", text("A")), user("h", "a", "keep"), reply("b", "h", "n", text("kept")),
-        record("k", None, "system", subtype="compact_boundary", logicalParentUuid="b", compactMetadata={"preservedSegment": segment}),
-        user("s", "k", "Summary.", isCompactSummary=True), user("v", "s" if anchor == "k" else "b", "next"), reply("d", "v", "o", text("on")),
+        user("u", None, "go"), reply("a", "u", "m", text("A")), user("h", "a", "keep"),
+        reply("b", "h", "n", text("kept")),
+        record("k", None, "system", subtype="compact_boundary", logicalParentUuid="b",
+               compactMetadata={"preservedSegment": segment}),
+        user("s", "k", "Summary.", isCompactSummary=True), user("v", "s" if anchor == "k" else "b", "next"),
+        reply("d", "v", "o", text("on")),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
     *_, state = ingester.ingest(path)
@@ -484,8 +497,9 @@ def test_lines_written_twice_are_read_once_and_a_uuid_used_twice_keeps_both(tmp_
 
 def test_parents_that_are_missing_or_form_a_cycle_attach_to_the_previous_record(tmp_path):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), reply("a", "gone", "m", text("A")), user("v", "v", "self"), user("w", "x", "ahead"), user("x", "w", "behind"),
-        reply("b", 7, "n", text("B")), reply("d", None, "o", text("C")),
+        user("u", None, "go"), reply("a", "gone", "m", text("A")), user("v", "v", "self"),
+        user("w", "x", "ahead"), user("x", "w", "behind"), reply("b", 7, "n", text("B")),
+        reply("d", None, "o", text("C")),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
     states = list(ingester.ingest(path))
@@ -507,7 +521,8 @@ def test_a_log_without_parents_is_read_in_order(tmp_path):
 
 def test_a_bad_record_stays_a_link_of_the_chain(tmp_path):
     path = write(tmp_path / "s.jsonl", [
-        user("u", None, "go"), user("v", None, "other root"), user("w", "u", 7), user("x", "v", "more"), reply("a", "w", "m", text("A")),
+        user("u", None, "go"), user("v", None, "other root"), user("w", "u", 7), user("x", "v", "more"),
+        reply("a", "w", "m", text("A")),
     ])  # fmt: skip
     ingester = ClaudeCodeIngester()
     (state,) = ingester.ingest(path)
@@ -545,7 +560,8 @@ def test_only_the_latest_conversations_stay_open(tmp_path):
 
 def test_crashes_of_the_writer_cost_no_whole_record(tmp_path, parser):
     lines = [json.dumps(r).encode() for r in [
-        user("u", None, "go"), reply("a", "u", "m", text("A")), user("v", "a", "on"), reply("b", "v", "n", text("B")), user("w", "b", "x"),
+        user("u", None, "go"), reply("a", "u", "m", text("A")), user("v", "a", "on"),
+        reply("b", "v", "n", text("B")), user("w", "b", "x"),
         reply("d", "w", "o", text("D")),
     ]]  # fmt: skip
     path = tmp_path / "s.jsonl"
@@ -601,7 +617,8 @@ def test_half_an_emoji_can_be_saved(tmp_path, parser):
 
 
 @pytest.mark.parametrize("line, why", [
-    (b'{"a": "\xff"}', "not UTF-8 at byte 7"), (b'{"a": ', "not JSON"), (b"{} {}", "not JSON"), (b"nope", "not JSON"),
+    (b'{"a": "\xff"}', "not UTF-8 at byte 7"), (b'{"a": ', "not JSON"), (b"{} {}", "not JSON"),
+    (b"nope", "not JSON"),
     (b"[" * 100_000, "nested too deeply"),
     (b"{\0}", "not JSON"), (b'{"a": 1' + b"0" * 5000 + b"}", "limit"),
 ])  # fmt: skip
@@ -761,7 +778,8 @@ def simple_session(seed: int) -> list[dict]:
     lines, leaf = [user("u0", None, "T-u0")], "u0"
     for i in range(1, 40):
         lines += [
-            reply(f"t{i}", leaf, f"m{i}", {"type": "thinking", "thinking": f"T-t{i}"}), reply(f"c{i}", f"t{i}", f"m{i}", use(f"C{seed}-{i}", n=i)),
+            reply(f"t{i}", leaf, f"m{i}", {"type": "thinking", "thinking": f"T-t{i}"}),
+            reply(f"c{i}", f"t{i}", f"m{i}", use(f"C{seed}-{i}", n=i)),
             record(f"p{i}", f"c{i}", "progress", data={}),
             result(f"r{i}", f"c{i}", (f"C{seed}-{i}", f"T-r{i}", {"is_error": True} if i % 3 == 0 else {})),
             user(f"u{i}", f"r{i}", f"T-u{i}"),
@@ -1032,8 +1050,10 @@ def test_every_step_of_a_trajectory_has_its_context(tmp_path, parser, suffix, se
 
 
 @pytest.mark.parametrize("mark, failed", [
-    ({}, 0), ({"is_error": True}, 1), ({"extra": {"is_error": True}}, 1), ({"extra": {"tool_result_is_error": True}}, 1),
-    ({"extra": {"tool_result_metadata": {"is_error": True}}}, 1), ({"extra": {"exit_code": 1}}, 0), ({"is_error": "yes"}, 0),
+    ({}, 0), ({"is_error": True}, 1), ({"extra": {"is_error": True}}, 1),
+    ({"extra": {"tool_result_is_error": True}}, 1),
+    ({"extra": {"tool_result_metadata": {"is_error": True}}}, 1), ({"extra": {"exit_code": 1}}, 0),
+    ({"is_error": "yes"}, 0),
 ])  # fmt: skip
 def test_a_step_fails_by_its_flag_only(tmp_path, mark, failed):
     path = atif(
@@ -1058,9 +1078,11 @@ def test_a_flag_on_a_step_counts_when_the_step_has_one_call(tmp_path):
 
 def test_steps_that_are_no_turns_are_context(tmp_path):
     document = trajectory([
-        {"source": "system", "message": "You fix code."}, GO, agent_step("old", is_copied_context=True), agent_step("dispatched", llm_call_count=0),
-        agent_step("", reasoning_content="only a thought"), agent_step("<think>plan</think>ls", observed={"source_call_id": None, "content": "a.py"}),
-        agent_step([{"type": "text", "text": "seen"}, {"type": "image", "source": {"media_type": "image/png", "path": "x.png"}}]),
+        {"source": "system", "message": "You fix code."}, GO, agent_step("old", is_copied_context=True),
+        agent_step("dispatched", llm_call_count=0), agent_step("", reasoning_content="only a thought"),
+        agent_step("<think>plan</think>ls", observed={"source_call_id": None, "content": "a.py"}),
+        agent_step([{"type": "text", "text": "seen"},
+                    {"type": "image", "source": {"media_type": "image/png", "path": "x.png"}}]),
     ])  # fmt: skip
     ingester = ATIFIngester()
     plain, parts = ingester.ingest(atif(tmp_path / "t.json", document))
@@ -1138,7 +1160,8 @@ def pair(messages, said) -> dict:
 def test_failures_of_two_agents_with_equal_call_ids_do_not_mix(tmp_path):
     x, y = [ask("X"), chat_call("call_0")], [ask("Y"), chat_call("call_0")]
     path = write(tmp_path / "c.jsonl", [
-        pair(x[:1], x[1]), pair(y[:1], y[1]), pair([*x, told("call_0", "broke", status="error")], {"content": "sorry"}),
+        pair(x[:1], x[1]), pair(y[:1], y[1]),
+        pair([*x, told("call_0", "broke", status="error")], {"content": "sorry"}),
         pair([*y, told("call_0", "fine")], {"role": "assistant", "content": "good"}),
     ])  # fmt: skip
     states = list(ChatIngester().ingest(path))
@@ -1149,13 +1172,18 @@ def test_failures_of_two_agents_with_equal_call_ids_do_not_mix(tmp_path):
 def test_shapes_of_chat_records(tmp_path):
     legacy = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     path = write(tmp_path / "c.jsonl", [
-        {"messages": [ask("1"), legacy, {"role": "function", "name": "f", "content": "2"}, {"role": "assistant", "content": [text("a"), text("b")]}]},
-        {"custom_id": "r", "body": {"messages": [ask("3")], "model": "gpt-5"}, "response": {"status_code": 200, "body": {"choices": [
-            {"message": {"role": "assistant", "content": "x"}}, {"message": {"role": "assistant", "content": "y"}}]}}},
-        {"messages": [ask("4")], "choices": [{"message": {"role": "assistant", "content": "z"}}], "model": "m"},
-        {"request": {"messages": [ask("5")]}, "response": None}, {"request": {"messages": [ask("5")]}, "response": {"error": "quota"}},
-        {"messages": [{"role": "assistant", "content": "nobody asked"}]}, {"messages": [{"role": "robot", "content": ""}]},
-        {"messages": [ask(5)]}, {"rows": []},
+        {"messages": [ask("1"), legacy, {"role": "function", "name": "f", "content": "2"},
+                      {"role": "assistant", "content": [text("a"), text("b")]}]},
+        {"custom_id": "r", "body": {"messages": [ask("3")], "model": "gpt-5"},
+         "response": {"status_code": 200, "body": {"choices": [
+             {"message": {"role": "assistant", "content": "x"}},
+             {"message": {"role": "assistant", "content": "y"}}]}}},
+        {"messages": [ask("4")], "choices": [{"message": {"role": "assistant", "content": "z"}}],
+         "model": "m"},
+        {"request": {"messages": [ask("5")]}, "response": None},
+        {"request": {"messages": [ask("5")]}, "response": {"error": "quota"}},
+        {"messages": [{"role": "assistant", "content": "nobody asked"}]},
+        {"messages": [{"role": "robot", "content": ""}]}, {"messages": [ask(5)]}, {"rows": []},
     ])  # fmt: skip
     ingester = ChatIngester()
     states = list(ingester.ingest(path))
@@ -1169,7 +1197,8 @@ def test_shapes_of_chat_records(tmp_path):
 
 
 def test_thoughts_are_in_no_context(tmp_path):
-    thoughts = [{"reasoning_content": "T1"}, {"reasoning": "T2"}, {"thinking_blocks": [{"thinking": "T3"}]}, {"content": "<think>T4</think>\nsaid"},
+    thoughts = [{"reasoning_content": "T1"}, {"reasoning": "T2"}, {"thinking_blocks": [{"thinking": "T3"}]},
+                {"content": "<think>T4</think>\nsaid"},
                 {"content": [{"type": "thinking", "thinking": "T5"}, text("said")]}]  # fmt: skip
     messages = [ask("go")]
     for thought in thoughts:
@@ -1248,7 +1277,8 @@ def test_the_writers_plant_every_secret_and_repeat_themselves(tmp_path, writer):
 
 
 def test_a_worked_example_is_context_and_no_turn(tmp_path):
-    messages = [{"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4", "example": True},
+    messages = [{"role": "user", "content": "2 and 2?"},
+                {"role": "assistant", "content": "4", "example": True},
                 {"role": "user", "content": "3 and 3?"}, {"role": "assistant", "content": "6"}]  # fmt: skip
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n")

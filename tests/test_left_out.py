@@ -1,4 +1,6 @@
-"""What a log's reader leaves out is told: failures in side chains, copies of a resumed session, parts that are no text."""
+"""What a log's reader leaves out is told: failures in side chains, copies of a resumed session,
+parts that are no text.
+"""
 
 import json
 
@@ -102,7 +104,8 @@ def test_atif_steps_marked_as_a_sub_agent_s_are_no_part_of_the_main_context(tmp_
     assert report.skipped == {"sub-agent step": 5, ASIDE: 1}
     states, report = read(tmp_path / "run.json", sidechains=True)
     assert [(s.state_id, len(s.messages), s.metadata.get("sidechain", False)) for s in states] == [
-        ("run/2", 1, False), ("run/6", 2, False), ("run/9", 3, False), ("run/4", 1, True), ("run/5", 3, True), ("run/8", 1, True)]  # fmt: skip
+        ("run/2", 1, False), ("run/6", 2, False), ("run/9", 3, False), ("run/4", 1, True), ("run/5", 3, True),
+        ("run/8", 1, True)]  # fmt: skip
     assert sum(s.is_error_site for s in states) == 1 and not report.skipped
 
 
@@ -204,9 +207,12 @@ def test_codex_s_parts_in_brackets_are_counted(tmp_path):
         return {"type": "response_item", "payload": {"type": kind, **fields}}
 
     image = {"type": "input_image", "image_url": "data:,"}
-    lines = [{"type": "session_meta", "payload": {"id": "s"}}, item("message", role="user", content=[{"type": "input_text", "text": "see"}, image]),
-             item("function_call", call_id="c", name="view", arguments="{}"), item("function_call_output", call_id="c", output=[image]),
-             item("message", role="assistant", content=[{"type": "output_text", "text": "A cat."}])]  # fmt: skip
+    lines = [{"type": "session_meta", "payload": {"id": "s"}},
+             item("message", role="user", content=[{"type": "input_text", "text": "see"}, image]),
+             item("function_call", call_id="c", name="view", arguments="{}"),
+             item("function_call_output", call_id="c", output=[image]),
+             item("message", role="assistant",
+                  content=[{"type": "output_text", "text": "A cat."}])]  # fmt: skip
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
     states, report = read(tmp_path / "r.jsonl")
     assert (

@@ -96,7 +96,10 @@ def prepared() -> dict[str, run_lone.Job]:
 
 def test_before_the_launch_cell_nothing_of_the_project_is_there(environments: run_lone.Environments) -> None:
     python = environments.get("bare")
-    code = "import importlib.util as u; print([n for n in ('composer_nb', 'trl', 'jaxtyping') if u.find_spec(n)])"
+    code = (
+        "import importlib.util as u; "
+        "print([n for n in ('composer_nb', 'trl', 'jaxtyping') if u.find_spec(n)])"
+    )
     where = environment_of(python, run_lone.Sources())
     done = subprocess.run(
         [python, "-c", code], env=where, cwd="/", capture_output=True, text=True, check=True
@@ -166,13 +169,17 @@ def nest(environments, monkeypatch: pytest.MonkeyPatch) -> Iterator[run_lone.Nes
     assert made.process.returncode == 0 and not Path(made.folder).exists()
 
 
-LEAVES = "import os, sys; left = 1; os.environ['LEFT'] = '1'; sys.path.append('/left'); import random; random.seed(1)"
+LEAVES = (
+    "import os, sys; left = 1; os.environ['LEFT'] = '1'; sys.path.append('/left'); "
+    "import random; random.seed(1)"
+)
 FINDS = """
 import os, sys
 from pathlib import Path
 assert "pandas" in sys.modules and "composer_nb" not in sys.modules
 assert "left" not in globals() and "LEFT" not in os.environ and "/left" not in sys.path
-assert Path.cwd() == Path({place!r}) and sys.argv[0].startswith("ipykernel") or sys.argv[0].endswith("ipykernel_launcher.py")
+assert Path.cwd() == Path({place!r}) and sys.argv[0].startswith("ipykernel") \
+or sys.argv[0].endswith("ipykernel_launcher.py")
 assert sys.path[0] == "" or "scripts" not in sys.path[0]
 import subprocess, threading
 assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout.strip() == b"1"
@@ -357,7 +364,8 @@ from pathlib import Path
 import nbformat, run_lone
 job = run_lone.Job("tiny", nbformat.read({str(tmp_path / "tiny.ipynb")!r}, 4), ())
 sources = run_lone.Sources(wheelhouse=Path({str(house)!r}))
-result = run_lone.run_page(job, Path({str(environments.get("offline"))!r}), sources, Path({str(tmp_path / "lone")!r}))
+result = run_lone.run_page(job, Path({str(environments.get("offline"))!r}), sources, \
+Path({str(tmp_path / "lone")!r}))
 sys.exit(result.reason or 0)
 """
     where = os.environ | {"PYTHONPATH": str(ROOT)} | BLOCKED
@@ -398,8 +406,9 @@ def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> No
     """
     core = {
         "pyarrow", "verl",  # datasets brings the one, an environment of its own has the other
-        "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm", "jaxtyping",
-        "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml", "composer_nb",
+        "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm",
+        "jaxtyping", "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml",
+        "composer_nb",
         "IPython",  # every notebook has it
         "bfcl_eval", "liger_kernel",  # data wheels
         "werkzeug", "huggingface_hub", "tokenizers",  # moto's server, transformers' own

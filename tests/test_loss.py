@@ -198,8 +198,11 @@ def test_a_shifted_teacher_is_refused():
         compose_loss(model, batch, alpha_sdpo=1.0)
 
 
-@pytest.mark.parametrize("options", [dict(sdpo_wrapper="taid", taid_t=0.5), dict(sdpo_wrapper="entropy_opd"), dict(sdpo_wrapper="eopd"),
-                                     dict(dpo_variant="simpo"), dict(sdpo_top_k=20), dict(sdpo_token_clip=0.01)])  # fmt: skip
+@pytest.mark.parametrize("options",
+                         [dict(sdpo_wrapper="taid", taid_t=0.5), dict(sdpo_wrapper="entropy_opd"),
+                          dict(sdpo_wrapper="eopd"),
+                                     dict(dpo_variant="simpo"), dict(sdpo_top_k=20),
+                          dict(sdpo_token_clip=0.01)])  # fmt: skip
 def test_variants_run_and_pull(options):
     model = tiny.model()
     parts, gradient = gradients(model, full_batch(model), **LIT, **options)
@@ -262,7 +265,8 @@ def test_build_batch_lights_every_channel_on_both_sides():
         assert compose_loss(model, batch, **LIT).sdpo_jsd > 0
 
 
-SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+SMALL = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+             num_key_value_heads=1)  # fmt: skip
 FAMILIES = {
     "llama": lambda: tiny.model(vocab_size=64),
     "gemma2 (soft cap)": lambda: Gemma2ForCausalLM(

@@ -351,8 +351,9 @@ def run_file(tmp_path_factory):
     tiny.saved_model(folder / "model")
     tiny.tokenizer().save_pretrained(folder / "model")
     fields = dict(
-        output_dir=str(folder / "out"), model=str(folder / "model"), questions=4, longest_prompt=200, use_cpu=True,
-        bf16=False, report_to="none", per_device_train_batch_size=2, num_generations=2, max_completion_length=8,
+        output_dir=str(folder / "out"), model=str(folder / "model"), questions=4, longest_prompt=200,
+        use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2, num_generations=2,
+        max_completion_length=8,
         gradient_checkpointing=False,
     )  # fmt: skip
     path = folder / "run.yaml"

@@ -131,8 +131,9 @@ def test_two_episodes_share_nothing():
     assert json.dumps(other.state(), default=str) == before
 
 
-HOSTILE = ["__import__('os').system('true')", "(lambda: 1)()", "cd(folder=open('/etc/passwd'))", "cd(folder=f'{1}')", "cd.x(1)",
-           "cd(*[1])", "[cd(folder='x')]", "cd(folder='x'); rm('y')", "exec('1')", "", "cd(" + "(" * 500 + ")", "cd(folder=1 if 1 else 2)",
+HOSTILE = ["__import__('os').system('true')", "(lambda: 1)()", "cd(folder=open('/etc/passwd'))",
+           "cd(folder=f'{1}')", "cd.x(1)", "cd(*[1])", "[cd(folder='x')]", "cd(folder='x'); rm('y')",
+           "exec('1')", "", "cd(" + "(" * 500 + ")", "cd(folder=1 if 1 else 2)",
            "nonsense()", "_load_scenario({})", "cd('a', 'b', 'c')"]  # fmt: skip
 
 
@@ -145,8 +146,9 @@ def test_a_call_is_a_name_and_literals_or_is_refused(text):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"name": "_load_scenario", "arguments": {}}', '{"name": "__class__", "arguments": {}}', '{"name": "cd"}', '{"name": ["cd"], "arguments": {}}',
-     '{"name": "cd", "arguments": [], "x": 1}', "[1]", '[{"name": "cd", "arguments": {}}, 3]', "x" * 10_000_000, '"cd"'],
+    ['{"name": "_load_scenario", "arguments": {}}', '{"name": "__class__", "arguments": {}}',
+     '{"name": "cd"}', '{"name": ["cd"], "arguments": {}}', '{"name": "cd", "arguments": [], "x": 1}', "[1]",
+     '[{"name": "cd", "arguments": {}}, 3]', "x" * 10_000_000, '"cd"'],
 )  # fmt: skip
 def test_an_answer_of_no_form_is_a_fault(text):
     worlds = Worlds(next(e for e in ENTRIES if e.classes == ("GorillaFileSystem",)))
@@ -170,9 +172,12 @@ def test_arguments_of_any_type_end_in_an_answer():
 
 @pytest.mark.parametrize(
     "tool, arguments, says",
-    [("power", {"base": 10, "exponent": 10**9}, "exponent is at most"), ("power", {"base": 10.0, "exponent": 10**9}, "exponent is at most"),
-     ("power", {"base": 10**4000, "exponent": 999}, "base is at most"), ("power", {"base": 10**99, "exponent": 999}, "Error"),
-     ("logarithm", {"value": 2, "base": 3, "precision": 10**9}, "precision is at most"), ("square_root", {"number": 2, "precision": 10**9}, "precision is at most"),
+    [("power", {"base": 10, "exponent": 10**9}, "exponent is at most"),
+     ("power", {"base": 10.0, "exponent": 10**9}, "exponent is at most"),
+     ("power", {"base": 10**4000, "exponent": 999}, "base is at most"),
+     ("power", {"base": 10**99, "exponent": 999}, "Error"),
+     ("logarithm", {"value": 2, "base": 3, "precision": 10**9}, "precision is at most"),
+     ("square_root", {"number": 2, "precision": 10**9}, "precision is at most"),
      ("add", {"a": float("inf"), "b": 1}, "a is at most"), ("power", {"base": 2, "exponent": 10}, "1024")],
 )  # fmt: skip
 def test_no_number_keeps_the_host_busy(tool, arguments, says):

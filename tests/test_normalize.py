@@ -74,7 +74,9 @@ def preloaded(tmp_path_factory):
 
 @pytest.fixture
 def imported(preloaded, monkeypatch):
-    """The child is a fork of a process that has imported data-juicer, which takes longer than any recipe here."""
+    """The child is a fork of a process that has imported data-juicer, which takes longer than any
+    recipe here.
+    """
     monkeypatch.setattr(room, "subprocess", preloaded)
 
 
@@ -187,7 +189,8 @@ def test_quiet_unless_asked(capfd):
 @pytest.mark.usefixtures("imported")
 def test_edited_texts_let_go_of_what_belonged_to_the_old_ones():
     known = {"rejected_ids": [5, 6], "chosen_ref_logprob": -1.0, "rejected_ref_logprob": -2.0}
-    pairs = [pair_of("none", "write to the team", **known), pair_of("chosen", "write to a@b.com now", **known),
+    pairs = [pair_of("none", "write to the team", **known),
+             pair_of("chosen", "write to a@b.com now", **known),
              pair_of("rejected", "write to them", "mail a@b.com", **known)]  # fmt: skip
     normalizer = DJNormalizer([{"clean_email_mapper": {}}, {"clean_email_mapper": {"text_key": "rejected"}}])
     none, chosen, rejected = normalizer.normalize(pairs)
@@ -217,7 +220,8 @@ def test_operators_on_two_fields_each_use_their_own_numbers():
             {"document_deduplicator": {"text_key": key}},
         )
     ]
-    pairs = [pair_of("short rejected", "long enough", "no"), pair_of("good", "long enough too", "also long enough"),
+    pairs = [pair_of("short rejected", "long enough", "no"),
+             pair_of("good", "long enough too", "also long enough"),
              pair_of("same rejected", "yet another text", "also long enough")]  # fmt: skip
     normalizer = DJNormalizer(recipe)
     assert [p.state_id for p in normalizer.normalize(pairs)] == ["good"]
@@ -255,8 +259,8 @@ def test_tool_calls_need_their_recipe():
 @pytest.mark.usefixtures("imported")
 def test_near_duplicates_but_not_all_short_texts():
     text = "The function reads the file, splits it into lines and returns the longest of {}."
-    pairs = [pair_of("first", text.format("them")), pair_of("near", text.format("these")), pair_of("short", "buy milk"),
-             pair_of("other short", "go home now")]  # fmt: skip
+    pairs = [pair_of("first", text.format("them")), pair_of("near", text.format("these")),
+             pair_of("short", "buy milk"), pair_of("other short", "go home now")]  # fmt: skip
     normalizer = DJNormalizer(NEAR_DUPLICATE_RECIPE)
     assert [p.state_id for p in normalizer.normalize(pairs)] == ["first", "short", "other short"]
     assert normalizer.report.operators[-1].name == "document_minhash_deduplicator"
@@ -326,7 +330,10 @@ def test_without_data_juicer(monkeypatch):
 
 
 def test_importing_the_room_does_not_import_data_juicer():
-    code = "import sys, composer_nb.replay.normalize; print([m for m in ('data_juicer', 'loguru', 'ray', 'aiohttp') if m in sys.modules])"
+    code = (
+        "import sys, composer_nb.replay.normalize; "
+        "print([m for m in ('data_juicer', 'loguru', 'ray', 'aiohttp') if m in sys.modules])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

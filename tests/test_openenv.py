@@ -1,4 +1,6 @@
-"""Episodes behind a socket: the same as local ones, refused where they are not this session's, lost where a server dies."""
+"""Episodes behind a socket: the same as local ones, refused where they are not this session's,
+lost where a server dies.
+"""
 
 import gc
 import json
@@ -67,7 +69,9 @@ TOKENIZER = tiny.tokenizer()
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Servers are forks of a process that has imported what they serve with, each a process that can be killed."""
+    """Servers are forks of a process that has imported what they serve with, each a process that
+    can be killed.
+    """
     imports = [line for line in episode_server.CODE.splitlines() if line.startswith(("import", "from"))]
     made = Preloaded("\n".join(imports))
     with pytest.MonkeyPatch.context() as own:
@@ -93,8 +97,9 @@ def remote(server):
 
 
 HOSTILE = [
-    '{"name": "\\ud800", "arguments": {}}', '{"name": "x", "arguments": {"a": "\\ud800"}}', '{"name": "x", "arguments": {"a": NaN}}',
-    '{"name": "x", "arguments": {"a": 1e999}}', '{"name": "x", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}", "\x00\x1b[2J", "🦀" * 50,
+    '{"name": "\\ud800", "arguments": {}}', '{"name": "x", "arguments": {"a": "\\ud800"}}',
+    '{"name": "x", "arguments": {"a": NaN}}', '{"name": "x", "arguments": {"a": 1e999}}',
+    '{"name": "x", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}", "\x00\x1b[2J", "🦀" * 50,
 ]  # fmt: skip
 
 
@@ -411,9 +416,11 @@ def test_trls_environments_over_a_server_take_one_session_each_and_lose_a_row_wi
 
 
 def trained(folder, dataset, rewards, steps, tokens, tokenizer=TOKENIZER, options=None, **doors):
-    args = ComposerConfig(str(folder), per_device_train_batch_size=4, num_generations=2, max_completion_length=tokens, max_steps=steps,
-                          bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False,
-                          alpha_sdpo=1.0, logging_steps=1, shuffle_dataset=False, **(options or {}))  # fmt: skip
+    args = ComposerConfig(str(folder), per_device_train_batch_size=4, num_generations=2,
+                          max_completion_length=tokens, max_steps=steps, bf16=False, use_cpu=True,
+                          report_to="none", disable_tqdm=True, save_strategy="no",
+                          gradient_checkpointing=False, alpha_sdpo=1.0, logging_steps=1,
+                          shuffle_dataset=False, **(options or {}))  # fmt: skip
     trainer = ComposerReplicationTrainer(
         tiny.model(), rewards, args, dataset, processing_class=tokenizer, **doors
     )
@@ -475,7 +482,9 @@ def test_a_server_killed_in_training_costs_the_rollouts_on_it_and_the_run_goes_o
 
 
 def test_a_server_killed_under_trls_environments_costs_the_rollouts_on_it_and_says_so(tmp_path):
-    """Calls are real ones through the served episodes; they are said by a script, since it is the server that is tried."""
+    """Calls are real ones through the served episodes; they are said by a script, since it is the
+    server that is tried.
+    """
     with EpisodeServer(count=8, surface="json") as server:
         remote = RemoteFamily(server.url, "files", patience=120)
         tasks = [RemoteTask("train", index) for index in range(2)]
@@ -483,8 +492,9 @@ def test_a_server_killed_under_trls_environments_costs_the_rollouts_on_it_and_sa
         talker.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
         world = environment_of(remote, tasks, {"ls": tools()["ls"]})
         asked = environment_feedback(lambda turn: "Reminder: one call.", "each")
-        trainer, batches = trained(tmp_path, environment_prompts(2), None, 2, tokens=400, environment_factory=world,
-                                   feedback_func=asked, options=dict(max_tool_calling_iterations=2), tokenizer=talker)  # fmt: skip
+        trainer, batches = trained(tmp_path, environment_prompts(2), None, 2, tokens=400,
+                                   environment_factory=world, feedback_func=asked,
+                                   options=dict(max_tool_calling_iterations=2), tokenizer=talker)  # fmt: skip
         call = talker('<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call><|im_end|>')["input_ids"]
         trainer._generate_single_turn = lambda ids, *_, **__: ([list(call) for _ in ids], None)
         back, kept = killed_at(trainer, server, 1), []
@@ -534,7 +544,8 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package") / "one"
     write_package(folder, "files")
     code = (
-        "import json, sys, composer_nb.adapters.openenv as o; o.family_of('files'); torch = 'torch' in sys.modules\n"
+        "import json, sys, composer_nb.adapters.openenv as o; o.family_of('files'); "
+        "torch = 'torch' in sys.modules\n"
         "from server.app import app; print(json.dumps([torch, [r.path for r in app.routes]]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)

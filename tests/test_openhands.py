@@ -47,8 +47,10 @@ def seen(kind, content, extras=None, **more):
 SCHEMA = {"type": "function", "function": {"name": "bash", "parameters": {}}}
 SYSTEM = action("system", args={"content": "Sys.", "tools": [SCHEMA]})
 ASK, END = action("message", "user", {"content": "go"}), action("message", "agent", {"content": "end"})
-BOTH = [action("run", **of("a", "a", "b", text="Both.")), seen("read", "ok", **of("a", "a", "b", text="Both.")),
-        action("run", **of("b", "a", "b", text="Both.")), seen("error", "gone", **of("b", "a", "b", text="Both."))]  # fmt: skip
+BOTH = [action("run", **of("a", "a", "b", text="Both.")),
+        seen("read", "ok", **of("a", "a", "b", text="Both.")),
+        action("run", **of("b", "a", "b", text="Both.")),
+        seen("error", "gone", **of("b", "a", "b", text="Both."))]  # fmt: skip
 RUN = [SYSTEM, ASK, *BOTH, END]
 
 
@@ -57,7 +59,8 @@ def test_twins_in_every_file_and_in_the_chat_format(tmp_path):
     chat = {"tools": [SCHEMA], "messages": [
         {"role": "system", "content": "Sys."}, {"role": "user", "content": "go"},
         {"role": "assistant", "content": "Both.", "tool_calls": [wire("a"), wire("b")]},
-        {"role": "tool", "tool_call_id": "a", "content": "ok"}, {"role": "tool", "tool_call_id": "b", "content": said, "is_error": True},
+        {"role": "tool", "tool_call_id": "a", "content": "ok"},
+        {"role": "tool", "tool_call_id": "b", "content": said, "is_error": True},
         {"role": "assistant", "content": "end"}]}  # fmt: skip
     plain, _ = read(tmp_path, [chat], ChatIngester, "chat.jsonl")
     wanted = [
@@ -88,8 +91,11 @@ def test_exit_codes_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize(("event", "text"), [
-    (seen("read", "x"), "x"), (seen("user_rejected", "no"), "OBSERVATION:\nno\n[Last action has been rejected by the user]"),
-    (seen("run", "x", {"metadata": {"prefix": "<", "suffix": ">", "exit_code": -1, "py_interpreter_path": "/p"}}), "<x>\n[Python interpreter: /p]"),
+    (seen("read", "x"), "x"),
+    (seen("user_rejected", "no"), "OBSERVATION:\nno\n[Last action has been rejected by the user]"),
+    (seen("run", "x",
+          {"metadata": {"prefix": "<", "suffix": ">", "exit_code": -1, "py_interpreter_path": "/p"}}),
+     "<x>\n[Python interpreter: /p]"),
 ])  # fmt: skip
 def test_what_an_observation_is_to_the_model(event, text):
     assert observed_text(event) == text
@@ -128,16 +134,25 @@ LONE = [action("run", **of("c", "c", response="r2")), seen("read", "deep", **of(
 @pytest.mark.parametrize(
     ("condensations", "wanted"),
     [
-        # events: 0 system, 1 user, 2-5 one reply with two calls, 6 recall, 7-8 a reply with one, 9 the condensation
-        ([condensed(forgotten_events_start_id=2, forgotten_events_end_id=6)], ["Sys.", "go", "call c", "deep"]),
-        ([condensed("So far.", 2, forgotten_events_start_id=2, forgotten_events_end_id=8)], ["Sys.", "go", "So far."]),
-        ([condensed("So far.", 1, forgotten_event_ids=[1, 2, 3, 4, 5])], ["Sys.", "So far.", "call c", "deep"]),
-        ([condensed("So far.", None, pruned_event_ids=[1])], ["Sys.", "call a b", "ok", "gone", "call c", "deep", "So far."]),
-        ([condensed(forgotten_event_ids=[3])], ["Sys.", "go", "call c", "deep"]),  # half of a reply's results: none of it
-        ([condensed(forgotten_event_ids=[2, 4])], ["Sys.", "go", "call c", "deep"]),  # results without their reply
+        # events: 0 system, 1 user, 2-5 one reply with two calls, 6 recall, 7-8 a reply with one,
+        # 9 the condensation
+        ([condensed(forgotten_events_start_id=2, forgotten_events_end_id=6)],
+         ["Sys.", "go", "call c", "deep"]),
+        ([condensed("So far.", 2, forgotten_events_start_id=2, forgotten_events_end_id=8)],
+         ["Sys.", "go", "So far."]),
+        ([condensed("So far.", 1, forgotten_event_ids=[1, 2, 3, 4, 5])],
+         ["Sys.", "So far.", "call c", "deep"]),
+        ([condensed("So far.", None, pruned_event_ids=[1])],
+         ["Sys.", "call a b", "ok", "gone", "call c", "deep", "So far."]),
+        # half of a reply's results: none of it
+        ([condensed(forgotten_event_ids=[3])], ["Sys.", "go", "call c", "deep"]),
+        # results without their reply
+        ([condensed(forgotten_event_ids=[2, 4])], ["Sys.", "go", "call c", "deep"]),
         ([condensed(forgotten_event_ids=[2])], ["Sys.", "go", "call a b", "ok", "gone", "call c", "deep"]),
-        ([condensed("One.", 2, forgotten_event_ids=[2, 3, 4, 5]), condensed(forgotten_event_ids=[7, 8])], ["Sys.", "go", "One."]),
-        ([condensed("One.", 2, forgotten_event_ids=[2]), condensed("Two.", 1, forgotten_event_ids=[1, 3, 4, 5, 7, 8])], ["Sys.", "Two."]),
+        ([condensed("One.", 2, forgotten_event_ids=[2, 3, 4, 5]), condensed(forgotten_event_ids=[7, 8])],
+         ["Sys.", "go", "One."]),
+        ([condensed("One.", 2, forgotten_event_ids=[2]),
+          condensed("Two.", 1, forgotten_event_ids=[1, 3, 4, 5, 7, 8])], ["Sys.", "Two."]),
         ([condensed(forgotten_event_ids=[])], ["Sys.", "go", "call a b", "ok", "gone", "call c", "deep"]),
     ],
 )  # fmt: skip
@@ -176,9 +191,10 @@ def test_a_condensation_of_events_without_ids_ends_what_is_read(tmp_path, spoil)
 def test_what_has_no_place_is_counted_and_what_is_not_in_the_log_refused(tmp_path):
     bare = of("a")
     del bare["tool_call_metadata"]["model_response"]
-    records = [SYSTEM, ASK, seen("recall", ""), action("change_agent_state"), action("run", "user", {"command": "ls"}), action("run", **bare),
-               seen("error", "lost"), seen("read", "x", **of("nobody")), seen("read", 7, **of("a")), action("message", "user", {"content": 7}),
-               {"observation": "x"}, END]  # fmt: skip
+    records = [SYSTEM, ASK, seen("recall", ""), action("change_agent_state"),
+               action("run", "user", {"command": "ls"}), action("run", **bare),
+               seen("error", "lost"), seen("read", "x", **of("nobody")), seen("read", 7, **of("a")),
+               action("message", "user", {"content": 7}), {"observation": "x"}, END]  # fmt: skip
     states, report = read(tmp_path, records, OpenHandsIngester)
     assert (
         [m["role"] for m in states[0].messages] == ["system", "user", "user"]

@@ -1,4 +1,6 @@
-"""No option is ever ignored: each field of the loss's and of the trainer's configuration changes something, or raises."""
+"""No option is ever ignored: each field of the loss's and of the trainer's configuration changes
+something, or raises.
+"""
 
 import dataclasses
 import warnings
@@ -76,8 +78,8 @@ def all_words():
 
 @pytest.fixture(scope="module")
 def everything() -> SimpleNamespace:
-    """A model and a batch in which every option has something to act on: advantages of both signs, ratios beyond
-    both clips, a reference.
+    """A model and a batch in which every option has something to act on: advantages of both signs, ratios
+    beyond both clips, a reference.
     """
     model = tiny.model()
     batch = full_batch(model)
@@ -120,12 +122,13 @@ def test_streaming_is_a_way_to_compute_and_no_other_loss(everything: SimpleNames
 
 # One setting for each way through the loss; every field is changed under each of them.
 WAYS = {
-    "plain": {}, "dr_grpo": dict(policy_kind="dr_grpo", max_completion_length=9), "bnpo": dict(policy_kind="bnpo"),
-    "dapo": dict(policy_kind="dapo"), "gspo": dict(policy_kind="gspo"), "cispo": dict(policy_kind="cispo"),
-    "kl": dict(kl_coef=0.5), "verified": dict(hint_mode="verified"), "gated": dict(hint_mode="gated"),
-    "top_k": dict(sdpo_top_k=3), "sampled": dict(sdpo_jsd_beta=1.0, sdpo_sampled=True), "simpo": dict(dpo_variant="simpo"),
-    "taid": dict(sdpo_wrapper="taid", taid_t=0.3), "entropy_opd": dict(sdpo_wrapper="entropy_opd"), "eopd": dict(sdpo_wrapper="eopd"),
-    "cross-entropy": {}, "sampled just now": {},
+    "plain": {}, "dr_grpo": dict(policy_kind="dr_grpo", max_completion_length=9),
+    "bnpo": dict(policy_kind="bnpo"), "dapo": dict(policy_kind="dapo"), "gspo": dict(policy_kind="gspo"),
+    "cispo": dict(policy_kind="cispo"), "kl": dict(kl_coef=0.5), "verified": dict(hint_mode="verified"),
+    "gated": dict(hint_mode="gated"), "top_k": dict(sdpo_top_k=3),
+    "sampled": dict(sdpo_jsd_beta=1.0, sdpo_sampled=True), "simpo": dict(dpo_variant="simpo"),
+    "taid": dict(sdpo_wrapper="taid", taid_t=0.3), "entropy_opd": dict(sdpo_wrapper="entropy_opd"),
+    "eopd": dict(sdpo_wrapper="eopd"), "cross-entropy": {}, "sampled just now": {},
 }  # fmt: skip
 LEFT_OUT = {"cross-entropy": {"advantages", "old_logprobs"}, "sampled just now": {"old_logprobs"}}
 # Where the sampling weights are the present ones every ratio is 1: nothing is clipped, and gspo is grpo.
@@ -137,7 +140,8 @@ def test_every_field_changes_every_way_through_the_loss_or_is_refused_by_name(
     everything: SimpleNamespace, way: str
 ) -> None:
     at = SimpleNamespace(model=everything.model, teacher=everything.teacher,
-                         batch={n: v for n, v in everything.batch.items() if n not in LEFT_OUT.get(way, ())})  # fmt: skip
+                         batch={n: v for n, v in everything.batch.items()
+                                if n not in LEFT_OUT.get(way, ())})  # fmt: skip
     before, silent = loss_and_gradient(at, **WAYS[way]), []
     for name, given in OTHER.items():
         changed = (given[1] if isinstance(given, tuple) else given)[name]
@@ -156,9 +160,10 @@ def test_every_field_changes_every_way_through_the_loss_or_is_refused_by_name(
 @pytest.mark.parametrize(
     "options",
     [
-        dict(sdpo_top_k_source="teacher"), dict(sdpo_tail=False), dict(entropy_opd_h_max=1.0), dict(simpo_gamma=0.3),
-        dict(simpo_beta=1.0), dict(dpo_variant="simpo", replay_dpo_beta=0.3), dict(taid_t=0.3),
-        dict(dpo_variant="simpo", replay_length_normalised=True), dict(sdpo_wrapper="eopd", sdpo_jsd_beta=0.2),
+        dict(sdpo_top_k_source="teacher"), dict(sdpo_tail=False), dict(entropy_opd_h_max=1.0),
+        dict(simpo_gamma=0.3), dict(simpo_beta=1.0), dict(dpo_variant="simpo", replay_dpo_beta=0.3),
+        dict(taid_t=0.3), dict(dpo_variant="simpo", replay_length_normalised=True),
+        dict(sdpo_wrapper="eopd", sdpo_jsd_beta=0.2),
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_refused(options: dict[str, object]) -> None:
@@ -182,7 +187,8 @@ OWN = [
 ]
 VERIFIED = dict(
     hint_mode="verified", teacher="live", retake_pass=0.5,
-    feedback_func=lambda completions, **_: [Feedback("Reminder: say the colour.", kind="colour")] * len(completions),
+    feedback_func=lambda completions, **_: (
+        [Feedback("Reminder: say the colour.", kind="colour")] * len(completions)),
 )  # fmt: skip
 # Options of the trainer that are not the loss's: before, after, and further settings of both.
 TRAINED = {
@@ -297,27 +303,38 @@ def test_combinations_without_sense_are_refused_when_the_trainer_is_built(tmp_pa
 
 # Fields of TRL's that another one leaves aside: a value, what makes it speak, and what else keeps it silent.
 UNREAD = {
-    "ref_model_mixup_alpha": (0.5, dict(sync_ref_model=True, beta=0.1)), "ref_model_sync_steps": (8, dict(sync_ref_model=True, beta=0.1)),
-    "entropy_coef_min": (0.1, dict(use_adaptive_entropy=True)), "entropy_coef_max": (0.5, dict(use_adaptive_entropy=True)),
-    "entropy_coef_delta": (0.1, dict(use_adaptive_entropy=True)), "entropy_target": (1.0, dict(use_adaptive_entropy=True)),
-    "sapo_temperature_neg": (2.0, dict(loss_type="sapo")), "sapo_temperature_pos": (2.0, dict(loss_type="sapo")),
-    "vespo_k_pos": (1.0, dict(loss_type="vespo")), "vespo_lambda_pos": (1.0, dict(loss_type="vespo")),
-    "vespo_k_neg": (1.0, dict(loss_type="vespo")), "vespo_lambda_neg": (1.0, dict(loss_type="vespo")),
-    "delta": (2.0, dict(loss_type="grpo"), dict(loss_type="cispo")), "epsilon": (0.3, {}, dict(loss_type="sapo")),
+    "ref_model_mixup_alpha": (0.5, dict(sync_ref_model=True, beta=0.1)),
+    "ref_model_sync_steps": (8, dict(sync_ref_model=True, beta=0.1)),
+    "entropy_coef_min": (0.1, dict(use_adaptive_entropy=True)),
+    "entropy_coef_max": (0.5, dict(use_adaptive_entropy=True)),
+    "entropy_coef_delta": (0.1, dict(use_adaptive_entropy=True)),
+    "entropy_target": (1.0, dict(use_adaptive_entropy=True)),
+    "sapo_temperature_neg": (2.0, dict(loss_type="sapo")),
+    "sapo_temperature_pos": (2.0, dict(loss_type="sapo")), "vespo_k_pos": (1.0, dict(loss_type="vespo")),
+    "vespo_lambda_pos": (1.0, dict(loss_type="vespo")), "vespo_k_neg": (1.0, dict(loss_type="vespo")),
+    "vespo_lambda_neg": (1.0, dict(loss_type="vespo")),
+    "delta": (2.0, dict(loss_type="grpo"), dict(loss_type="cispo")),
+    "epsilon": (0.3, {}, dict(loss_type="sapo")),
     "epsilon_high": (0.3, dict(loss_type="cispo"), dict(loss_type="vespo")),
-    "use_bias_correction_kl": (False, dict(beta=0.1)), "log_unique_prompts": (True, dict(log_completions=True)),
-    "num_completions_to_print": (3, dict(log_completions=True)), "cache_implementation": ("static", {}, dict(use_vllm=True)),
-    "transformers_continuous_batching_config": ({"max_batch_tokens": 64}, dict(use_transformers_continuous_batching=True)),
+    "use_bias_correction_kl": (False, dict(beta=0.1)),
+    "log_unique_prompts": (True, dict(log_completions=True)),
+    "num_completions_to_print": (3, dict(log_completions=True)),
+    "cache_implementation": ("static", {}, dict(use_vllm=True)),
+    "transformers_continuous_batching_config": ({"max_batch_tokens": 64},
+                                                dict(use_transformers_continuous_batching=True)),
 }  # fmt: skip
 # Those that have an effect by themselves, or that TRL refuses or warns of; vLLM's are kept while it is off.
 READ = {
-    "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout", "cast_lm_head_to_fp32", "num_generations",
-    "num_generations_eval", "max_completion_length", "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
-    "generation_batch_size", "steps_per_generation", "temperature", "top_p", "top_k", "min_p", "generation_kwargs",
-    "chat_template_kwargs", "repetition_penalty", "beta", "num_iterations", "importance_sampling_level", "reward_weights",
-    "multi_objective_aggregation", "scale_rewards", "loss_type", "mask_truncated_completions", "sync_ref_model",
-    "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "log_completions",
-    "log_multimodal", "log_completions_hub_repo", "use_transformers_continuous_batching", "use_transformers_paged",
+    "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout",
+    "cast_lm_head_to_fp32", "num_generations", "num_generations_eval", "max_completion_length",
+    "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
+    "generation_batch_size", "steps_per_generation", "temperature", "top_p", "top_k", "min_p",
+    "generation_kwargs", "chat_template_kwargs", "repetition_penalty", "beta", "num_iterations",
+    "importance_sampling_level", "reward_weights", "multi_objective_aggregation", "scale_rewards",
+    "loss_type", "mask_truncated_completions", "sync_ref_model",
+    "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold",
+    "log_completions", "log_multimodal", "log_completions_hub_repo", "use_transformers_continuous_batching",
+    "use_transformers_paged",
     "max_tool_calling_iterations",
 }  # fmt: skip
 

@@ -354,8 +354,9 @@ def test_a_step_refuses(change: dict, says: str) -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"method": "adamw"}, {"lr": 0.0}, {"lr": math.inf}, {"lr": math.nan}, {"momentum": 1.0}, {"momentum": -0.1}, {"period": 0},
-        {"period": 4, "activation": 0.3}, {"activation": -0.1}, {"beta2": 1.0}, {"eps": 0.0},
+        {"method": "adamw"}, {"lr": 0.0}, {"lr": math.inf}, {"lr": math.nan}, {"momentum": 1.0},
+        {"momentum": -0.1}, {"period": 0}, {"period": 4, "activation": 0.3}, {"activation": -0.1},
+        {"beta2": 1.0}, {"eps": 0.0},
     ],
 )  # fmt: skip
 def test_config_refuses(knobs: dict) -> None:
@@ -741,8 +742,10 @@ def test_truncated_and_lengthened_payloads_are_refused(payloads: list) -> None:
 
 
 BAD_META = {
-    "format": [2, None], "kind": ["int2", None, ["int8"]], "codec": ["rle", None, 3], "block": [0, -1, 2**40, "7", 1.0, True], "kept": [-1, 10**9, "3"],
-    "shapes": [None, [], {"a": 3}, {"a": [40.0, 50], "b": [333]}, {"a": [-40, -50], "b": [333]}, {"a": [2**62, 50], "b": [333]}],
+    "format": [2, None], "kind": ["int2", None, ["int8"]], "codec": ["rle", None, 3],
+    "block": [0, -1, 2**40, "7", 1.0, True], "kept": [-1, 10**9, "3"],
+    "shapes": [None, [], {"a": 3}, {"a": [40.0, 50], "b": [333]}, {"a": [-40, -50], "b": [333]},
+               {"a": [2**62, 50], "b": [333]}],
 }  # fmt: skip
 
 

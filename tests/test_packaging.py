@@ -140,9 +140,7 @@ def runtime(wheel: Path) -> set[str]:
 def test_wheel_requires_neither_nbdev_nor_fastcore_to_run(wheel: Path) -> None:
     assert "torch" in runtime(wheel)
     assert runtime(wheel).isdisjoint({"nbdev", "fastcore", "execnb", "jupyter-book", "papermill"})
-    assert not any("==" in r for r in required(wheel) if "extra ==" not in r), (
-        "loose ranges only"
-    )
+    assert not any("==" in r for r in required(wheel) if "extra ==" not in r), "loose ranges only"
 
 
 def test_each_extra_has_what_its_name_says_and_no_more() -> None:
@@ -400,8 +398,8 @@ def test_a_tag_that_is_not_the_version_is_refused(release_notes) -> None:
 
 @pytest.mark.slow
 def test_wheel_runs_the_loss_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """On Python 3.11 the environment has links to what the wheel requires, in the versions that CI proves, and
-    nothing else of ours; on other Pythons the loose ranges are what is tested, from the index.
+    """On Python 3.11 the environment has links to what the wheel requires, in the versions that CI proves,
+    and nothing else of ours; on other Pythons the loose ranges are what is tested, from the index.
     """
     linked = sys.version_info[:2] == (3, 11)
     home = tmp_path / "venv"

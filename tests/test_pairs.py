@@ -504,9 +504,11 @@ WIRE = [
     {"role": "system", "content": "Hurry up."},
     {"role": "user", "content": "Well?"},
 ]
-NEEDLES = ["Be brief.", "What do my notes say?", "[image_url]", '{"name": "read", "arguments": {"path": "notes.md", "lines": [1, 2]}}',
-           '{"name": "list", "arguments": {}}', 'Buy "milk"\nand bread.', "notes.md", "One moment. I look again.", '{\\"path\\": ',
-           "Error: arguments are not JSON", "Hurry up.", "Well?"]  # fmt: skip
+NEEDLES = ["Be brief.", "What do my notes say?", "[image_url]",
+           '{"name": "read", "arguments": {"path": "notes.md", "lines": [1, 2]}}',
+           '{"name": "list", "arguments": {}}', 'Buy "milk"\nand bread.', "notes.md",
+           "One moment. I look again.", '{\\"path\\": ', "Error: arguments are not JSON", "Hurry up.",
+           "Well?"]  # fmt: skip
 
 
 def in_order(needles, text):
@@ -549,7 +551,11 @@ def test_raw_messages_do_lose_text_or_raise():
 def test_least_change_first():
     short = [*WIRE[1:5]]
     assert [m["role"] for m in student_messages(short, TOKENIZER)] == ["user", "assistant", "tool", "tool"]
-    two_roles = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}\n{% endif %}{% endfor %}"
+    two_roles = (
+        "{% for m in messages %}"
+        "{% if m.role in ('user', 'assistant') %}{{ m.content }}\n{% endif %}"
+        "{% endfor %}"
+    )
     assert [m["role"] for m in student_messages(short, TOKENIZER, chat_template=two_roles)] == [
         "user",
         "assistant",

@@ -1,4 +1,6 @@
-"""What must hold for the policy losses whatever the numbers: inertness, additivity, symmetry, exact limits."""
+"""What must hold for the policy losses whatever the numbers: inertness, additivity, symmetry,
+exact limits.
+"""
 
 import math
 from collections.abc import Callable
@@ -360,7 +362,8 @@ def test_length_penalty_rises_concavely_with_the_published_slope(k: float, q: fl
     x = torch.linspace(0, 50, 60, dtype=torch.float64, requires_grad=True)
     penalty = length_penalty(x, k=k, q=q)
     (slope,) = torch.autograd.grad(penalty.sum(), x)
-    # exp of a rounded L = log(1 + kx) < 6.3 is off by L eps relative, so a slope that stays may seem to rise by that
+    # exp of a rounded L = log(1 + kx) < 6.3 is off by L eps relative, so a slope that stays may seem to rise
+    # by that
     rounding = 4 * torch.finfo(x.dtype).eps * torch.log1p(k * x.detach()).max()
     assert penalty[0] == 0 and (penalty.diff() > 0).all() and (slope.diff() <= rounding).all()
     torch.testing.assert_close(slope, (1 + k * x.detach()) ** -q, rtol=1e-9, atol=0)

@@ -19,10 +19,11 @@ def gradients(folder, **kwargs) -> torch.Tensor:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_our_k3_in_trls_place_is_trls(tmp_path, monkeypatch, loss_type, accumulation) -> None:
-    """TRL's k3 taken out and ours put in, with our reduction: the same gradient for every loss type. The second step
-    is compared, where the policy has left the reference.
+    """TRL's k3 taken out and ours put in, with our reduction: the same gradient for every loss type. The
+    second step is compared, where the policy has left the reference.
     """
-    options = dict(loss_type=loss_type, beta=5.0, max_steps=2, max_grad_norm=0.0, gradient_accumulation_steps=accumulation,
+    options = dict(loss_type=loss_type, beta=5.0, max_steps=2, max_grad_norm=0.0,
+                   gradient_accumulation_steps=accumulation,
                    use_bias_correction_kl=accumulation == 1)  # fmt: skip
     off = dict(alpha_sdpo=0.0, beta_replay=0.0, share_prefixes=False)
     theirs = gradients(tmp_path / "a", options=options, **off)

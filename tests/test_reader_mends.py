@@ -1,4 +1,6 @@
-"""What an outside reader found: turns that were lost, merged or shown what they had not seen, one case a log format."""
+"""What an outside reader found: turns that were lost, merged or shown what they had not seen, one
+case a log format.
+"""
 
 import json
 
@@ -29,7 +31,8 @@ def test_an_empty_result_is_a_result(tmp_path, failed):
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "", "is_error": failed}
     record = {"system": "s", "messages": [
         {"role": "user", "content": "make a folder"}, {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]}, {"role": "assistant", "content": [{"type": "text", "text": "done"}]}]}  # fmt: skip
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [{"type": "text", "text": "done"}]}]}  # fmt: skip
     first, last = states_of(tmp_path, [record])
     assert ("tool", "") in seen(last) and "aborted" not in json.dumps(list(last.messages))
     assert len(first.failures) == failed
@@ -76,8 +79,9 @@ def test_a_result_that_cannot_be_read_ends_its_turn(tmp_path, lost):
 
 def test_a_prompt_that_begins_with_a_tag_is_a_prompt(tmp_path):
     back = {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": 1}}
-    lines = [META, asked("<environment_context>\nx"), asked("fix it"), told("done A"), asked("<Button> still broken"), told("done B"), back,
-             asked("third"), told("done C")]  # fmt: skip
+    lines = [META, asked("<environment_context>\nx"), asked("fix it"), told("done A"),
+             asked("<Button> still broken"), told("done B"), back, asked("third"),
+             told("done C")]  # fmt: skip
     last = states_of(tmp_path, lines)[-1]
     assert [text for role, text in seen(last) if role == "user"][1:] == ["fix it", "third"]
     assert ("assistant", "done A") in seen(last)
@@ -108,8 +112,10 @@ def test_paths_and_questions_are_no_commands_to_the_program(tmp_path):
         "Yes.",
     ]
     kinds = ["user", "gemini", "user", "gemini", "user", "user", "user", "user", "gemini"]
-    record = {"sessionId": "s", "projectHash": "h", "startTime": "2026-01-01T00:00:00Z", "lastUpdated": "2026-01-01T00:00:00Z",
-              "messages": [says(kind, text, n) for n, (kind, text) in enumerate(zip(kinds, texts))]}  # fmt: skip
+    record = {"sessionId": "s", "projectHash": "h", "startTime": "2026-01-01T00:00:00Z",
+              "lastUpdated": "2026-01-01T00:00:00Z",
+              "messages": [says(kind, text, n)
+                           for n, (kind, text) in enumerate(zip(kinds, texts))]}  # fmt: skip
     states = states_of(tmp_path, json.dumps(record), "session.json")
     assert [s.student_action.text for s in states] == ["Fixed.", "Because.", "Yes."]
     assert [text for role, text in seen(states[-1]) if role == "user"] == [
@@ -167,7 +173,9 @@ def test_a_text_that_grew_is_taken_once(tmp_path):
 
 
 def test_a_call_whose_result_was_lost_stands_as_aborted(tmp_path):
-    lines = claude(("user", "go", ""), ("assistant", [{"type": "tool_use", "id": "c1", "name": "Bash", "input": {"command": "ls"}}], "m1"),
+    lines = claude(("user", "go", ""),
+                   ("assistant", [{"type": "tool_use", "id": "c1", "name": "Bash",
+                                   "input": {"command": "ls"}}], "m1"),
                    ("user", [{"type": "tool_result", "tool_use_id": "c1", "content": "a.py"}], ""),
                    ("assistant", [{"type": "text", "text": "done"}], "m2"))  # fmt: skip
     torn = [lines[0], lines[1], json.dumps(lines[2])[:-30], lines[3]]
@@ -196,8 +204,10 @@ def test_calls_without_ids_keep_their_results(tmp_path):
     ]
     agent = {"step_id": 2, "source": "agent", "message": "", "tool_calls": calls,
              "observation": {"results": [{"content": "a.py"}, {"content": "/a"}]}}  # fmt: skip
-    record = {"schema_version": "ATIF-v1.4", "session_id": "s", "agent": {"name": "x", "version": "1", "model_name": "m"}, "steps": [
-        {"step_id": 1, "source": "user", "message": "go"}, agent, {"step_id": 3, "source": "agent", "message": "Done."}]}  # fmt: skip
+    record = {"schema_version": "ATIF-v1.4", "session_id": "s",
+              "agent": {"name": "x", "version": "1", "model_name": "m"}, "steps": [
+                  {"step_id": 1, "source": "user", "message": "go"}, agent,
+                  {"step_id": 3, "source": "agent", "message": "Done."}]}  # fmt: skip
     first, last = states_of(tmp_path, json.dumps(record), "t.json")
     assert [call.arguments["command"] for call in first.student_action.tool_calls] == ["ls", "pwd"]
     assert seen(last)[-2:] == [("tool", "a.py"), ("tool", "/a")]
@@ -209,8 +219,9 @@ def test_half_a_character_in_a_secret_stops_no_redaction(text):
 
 
 @pytest.mark.parametrize("code", [
-    "FOREIGN_KEY = 'users_v2'", "STORAGE_KEY = 'todos-vuejs-2.0'", 'PARTITION_KEY="tenant_id_v1"', "continuation_token=resp2.token",
-    "token = response2.json()", "password = pbkdf2_sha256.hash(raw)", "password: utf8mb4_bin", "token: uint256 = 0", "private_key: Ed25519Key",
+    "FOREIGN_KEY = 'users_v2'", "STORAGE_KEY = 'todos-vuejs-2.0'", 'PARTITION_KEY="tenant_id_v1"',
+    "continuation_token=resp2.token", "token = response2.json()", "password = pbkdf2_sha256.hash(raw)",
+    "password: utf8mb4_bin", "token: uint256 = 0", "private_key: Ed25519Key",
     "const key: Uint8Array = new Uint8Array(32)",
 ])  # fmt: skip
 def test_code_that_names_a_secret_is_none(code):

@@ -450,7 +450,8 @@ def test_ordinary_code_has_no_false_alarms():
 def test_random_looking_data_stays():
     rng = random.Random(0)
     lines = [
-        f"sha256:{rng.getrandbits(256):064x} {rng.getrandbits(160):040x} data:image/png;base64,{base64.b64encode(rng.randbytes(200)).decode()}"
+        f"sha256:{rng.getrandbits(256):064x} {rng.getrandbits(160):040x} "
+        f"data:image/png;base64,{base64.b64encode(rng.randbytes(200)).decode()}"
         for _ in range(300)
     ]
     text = "\n".join(lines)
@@ -639,7 +640,10 @@ def test_json_in_strings_stays_json(fragments, indent, ascii_only, depth):
 
 
 def test_json_keeps_its_numbers_and_spaces():
-    text = '{ "n":1.50 ,"big":123456789012345678901234567890, "u":"\\u00e9", "slash":"a\\/b", "mail" : "ada@example.org" , "n":2}'
+    text = (
+        '{ "n":1.50 ,"big":123456789012345678901234567890, "u":"\\u00e9", "slash":"a\\/b", '
+        '"mail" : "ada@example.org" , "n":2}'
+    )
     assert Redactor().text(text) == text.replace("ada@example.org", "<EMAIL_1>")
 
 

@@ -156,8 +156,9 @@ def test_a_registry_login_is_known_by_its_key():
 # --- numbers, and cells of a table ------------------------------------------------------------------
 
 KEYS = {
-    "card": "card_number", "US SSN": "ssn", "German tax id": "steuerId", "French NIR": "nir", "Dutch BSN": "bsn",
-    "Brazilian CPF": "cpf", "Indian Aadhaar": "aadhaar", "Swedish personnummer": "personnummer", "phone": "mobilePhone",
+    "card": "card_number", "US SSN": "ssn", "German tax id": "steuerId", "French NIR": "nir",
+    "Dutch BSN": "bsn", "Brazilian CPF": "cpf", "Indian Aadhaar": "aadhaar",
+    "Swedish personnummer": "personnummer", "phone": "mobilePhone",
 }  # fmt: skip
 DIGITS = [
     (next(key for kind, key in KEYS.items() if row.kind.startswith(kind)), re.sub(r"\D", "", row.secret))
@@ -251,14 +252,17 @@ def test_what_is_left_out_stays_a_number():
 
 
 ORDINARY_KEYS = (
-    "id user_id account_id build timestamp created_at mtime size bytes count total offset seed hash port pid price amount "
-    "duration_ns tokens rows cardinality discarded panel desktop tel_aviv telemetry phone_id session pin_code index "
-    "order_number issue invoice tracking_number isbn ean lat lon width checksum revision epoch uid gid inode"
+    "id user_id account_id build timestamp created_at mtime size bytes count total offset seed hash port pid "
+    "price amount duration_ns tokens rows cardinality discarded panel desktop tel_aviv telemetry phone_id "
+    "session pin_code index order_number issue invoice tracking_number isbn ean lat lon width checksum "
+    "revision epoch uid gid inode"
 ).split()
 
 
 def test_ordinary_numbers_stay_numbers():
-    """Of random numbers of seven to nineteen digits under forty-six names, almost none is taken for a person's."""
+    """Of random numbers of seven to nineteen digits under forty-six names, almost none is taken
+    for a person's.
+    """
     rng, tried, touched = random.Random(0), 0, 0
     for _ in range(400):
         row = {key: rng.randrange(10 ** (n := rng.randrange(6, 19)), 10 ** (n + 1)) for key in ORDINARY_KEYS}
@@ -269,8 +273,8 @@ def test_ordinary_numbers_stay_numbers():
 
 ODD_ROWS = {
     "doubled quotes": '"Bo ""B"" C",01711234568', "blank line": "", "line break": '"a\nb",01711234568',
-    "a comma too many": "B,C,017", "a long field": "x" * 600 + ",01711234568", "another mark": "Bo;x,01711234568",
-    "three of them": "\n\nB,C,017", "an open quote": '"Bo,017',
+    "a comma too many": "B,C,017", "a long field": "x" * 600 + ",01711234568",
+    "another mark": "Bo;x,01711234568", "three of them": "\n\nB,C,017", "an open quote": '"Bo,017',
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Replaying a trace: who is asked, what is kept, and that the ceiling holds, through `replay_trace` itself."""
+"""Replaying a trace: who is asked, what is kept, and that the ceiling holds, through
+`replay_trace` itself.
+"""
 
 import asyncio
 import errno
@@ -101,7 +103,7 @@ def asked(*teachers: Rule) -> int:
     return sum(len(t.seen) for t in teachers)
 
 
-# --- what comes back ----------------------------------------------------------------------------------------------
+# --- what comes back -------------------------------------------------------------------------------
 
 
 def test_every_teacher_acts_in_every_state_in_their_order(path: Path) -> None:
@@ -169,7 +171,7 @@ def test_progress_counts_every_reply(path: Path, capsys: pytest.CaptureFixture) 
     assert "10/10" in capsys.readouterr().err
 
 
-# --- one teacher's trouble is its own -----------------------------------------------------------------------------
+# --- one teacher's trouble is its own --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_a_reply_under_a_wrong_key_is_filed_where_it_belongs(path: Path) -> None
     assert go(states(3), [teacher], ledger=path).calls == 0
 
 
-# --- the ceiling --------------------------------------------------------------------------------------------------
+# --- the ceiling -----------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=12)
@@ -353,7 +355,7 @@ def test_arguments_that_make_no_sense(path: Path, wrong: dict, message: str) -> 
         go(**{"states": states(1), "teachers": [Rule("a")], "ledger": path} | wrong)
 
 
-# --- under way ----------------------------------------------------------------------------------------------------
+# --- under way -------------------------------------------------------------------------------------
 
 
 def test_places_and_look_ahead_are_bounded() -> None:
@@ -536,7 +538,8 @@ class Loud(Rule):
         print("asking", flush=True) if len(self.seen) == 3 else None
         return await super().reply(request)
 
-replay_trace_sync(states(50), [Loud("a", usd=0.125, wait=1.0, concurrency=4)], ledger=sys.argv[1], progress=False)
+replay_trace_sync(states(50), [Loud("a", usd=0.125, wait=1.0, concurrency=4)], ledger=sys.argv[1], \
+progress=False)
 """
 
 
@@ -577,7 +580,7 @@ def test_sync_twin_inside_a_running_loop(path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name in ("replay", "ledger")]
 
 
-# --- dry run, offline ---------------------------------------------------------------------------------------------
+# --- dry run, offline ------------------------------------------------------------------------------
 
 
 def test_dry_run_calls_nobody_and_leaves_no_trace(path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -619,7 +622,7 @@ def test_offline_replays_the_file_and_names_what_is_missing(path: Path) -> None:
     assert asked(silent) == 0
 
 
-# --- gates --------------------------------------------------------------------------------------------------------
+# --- gates -----------------------------------------------------------------------------------------
 
 AGREE, DIFFER = Action("no"), Action("yes")
 
@@ -628,13 +631,16 @@ def three(cheap: Action | TeacherReply | BaseException) -> list[Rule]:
     return [Rule("dear", usd=0.5), Rule("cheap", lambda r: cheap, 0.0625), Rule("mid", usd=0.25)]
 
 
-@pytest.mark.parametrize("did, more, cheap, asked_in_all, why", [
-    ("no", {}, AGREE, 1, "agrees"),
-    ("no", {}, DIFFER, 3, "disagrees"),
-    ("no", {"failures": (ToolFailure(ToolCall("f"), "failed"),)}, AGREE, 3, "error site"),
-    ("no", {"metadata": {"entropy": 1.5}}, AGREE, 3, "entropy"),
-    ("no", {"metadata": {"entropy": 1.0}}, AGREE, 1, "agrees"),
-])
+@pytest.mark.parametrize(
+    "did, more, cheap, asked_in_all, why",
+    [
+        ("no", {}, AGREE, 1, "agrees"),
+        ("no", {}, DIFFER, 3, "disagrees"),
+        ("no", {"failures": (ToolFailure(ToolCall("f"), "failed"),)}, AGREE, 3, "error site"),
+        ("no", {"metadata": {"entropy": 1.5}}, AGREE, 3, "entropy"),
+        ("no", {"metadata": {"entropy": 1.0}}, AGREE, 1, "agrees"),
+    ],
+)
 def test_signs(path: Path, did: str, more: dict, cheap: Action, asked_in_all: int, why: str) -> None:
     teachers = three(cheap)
     out = go([state(0, did, **more)], teachers, ledger=path, gate=VOIGate(entropy_above=1.0))
@@ -649,6 +655,7 @@ def test_signs(path: Path, did: str, more: dict, cheap: Action, asked_in_all: in
 def test_order_of_price_is_the_order_of_asking(path: Path) -> None:
     log: list[str] = []
     speak = lambda name, said: lambda r: log.append(name) or said  # noqa: E731
+
     def skip(name):
         return lambda r: log.append(name) or TeacherReply(r.key, name, None, "skipped", "empty", cost_usd=0.0)
 
@@ -718,7 +725,7 @@ def test_a_probability_is_one(path: Path) -> None:
         go([state(0)], three(DIFFER), ledger=path, gate=VOIGate(weight_usd=1.0, p_disagree=lambda s, r: 1.5))
 
 
-# --- speed --------------------------------------------------------------------------------------------------------
+# --- speed -----------------------------------------------------------------------------------------
 
 
 def test_resume_of_10000_states(path: Path) -> None:
@@ -819,7 +826,10 @@ def test_options_as_an_object_and_as_keywords_are_one_and_unknown_ones_raise() -
 
 
 def test_asking_teachers_over_http_loads_no_torch() -> None:
-    modules = "http_teacher, composer_nb.replay.runner, composer_nb.replay.actions, composer_nb.replay.local_teacher"
+    modules = (
+        "http_teacher, composer_nb.replay.runner, composer_nb.replay.actions, "
+        "composer_nb.replay.local_teacher"
+    )
     code = f"import sys, composer_nb.replay.{modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -1,4 +1,6 @@
-"""`composer-nb replay` from a folder of sessions to a data set, interrupted, refused, and at no double price."""
+"""`composer-nb replay` from a folder of sessions to a data set, interrupted, refused, and at no
+double price.
+"""
 
 import json
 import os
@@ -138,7 +140,8 @@ def test_the_command_line_imports_no_torch(tmp_path, server):
     states, clean, out = tmp_path / "states.jsonl", tmp_path / "clean.jsonl", ("--out", tmp_path / "data")
     said = [
         ("--help",), ("replay", "--help"), ("replay", "ingest", tmp_path / "logs", "--out", states),
-        ("replay", "redact", states, "--out", clean), *(("replay", name, plan) for name in ("estimate", "status", "pairs")),
+        ("replay", "redact", states, "--out", clean),
+        *(("replay", name, plan) for name in ("estimate", "status", "pairs")),
         ("replay", "view", plan, "--out", tmp_path / "page.html"), ("replay", "export", plan, *out),
         ("replay", "repair", tmp_path / "replies.jsonl"),
     ]  # fmt: skip
@@ -220,8 +223,9 @@ def test_a_damaged_ledger_is_repaired(tmp_path, server):
 
 def test_errors_are_one_line_and_no_trace(tmp_path):
     for words in (
-        ("ingest", tmp_path / "none"), ("redact", tmp_path / "none.jsonl"), ("estimate", tmp_path / "none.yaml"),
-        ("run", tmp_path / "none.yaml"), ("pairs", tmp_path / "none.yaml"), ("export", tmp_path / "none.yaml"),
+        ("ingest", tmp_path / "none"), ("redact", tmp_path / "none.jsonl"),
+        ("estimate", tmp_path / "none.yaml"), ("run", tmp_path / "none.yaml"),
+        ("pairs", tmp_path / "none.yaml"), ("export", tmp_path / "none.yaml"),
         ("status", tmp_path / "none.yaml"), ("repair", tmp_path / "none.jsonl"),
     ):  # fmt: skip
         code, _, why = replay(*words)
@@ -284,7 +288,8 @@ def test_a_wrong_plan_is_refused_by_field(tmp_path, change, reason):
 
 def test_teachers_of_a_plan(tmp_path):
     (tmp_path / "p.yaml").write_text(
-        "states: a\nceiling_usd: 1\nteachers:\n- {model: x/y, base_url: 'http://127.0.0.1:1/v1', max_tokens: 9}\n"
+        "states: a\nceiling_usd: 1\nteachers:\n"
+        "- {model: x/y, base_url: 'http://127.0.0.1:1/v1', max_tokens: 9}\n"
         "- {local: smollm2-135m, name: small, max_tokens: 7}\n"
     )
     remote, local = teachers_of(read_plan(tmp_path / "p.yaml"), weights=False)
@@ -334,9 +339,12 @@ def test_a_stopped_run_keeps_what_was_paid_and_goes_on(tmp_path, sign):
     ("teacher", "reason"),
     [
         ({"model": 5}, "model: 5 is no text"), ({"local": None}, "local: None is no text"),
-        ({"model": "x", "max_tokens": "1e3"}, "max_tokens: '1e3' is no number"), ({"model": "x", "max_tokens": None}, "max_tokens"),
-        ({"model": "x", "max_tokens": -1}, "max_tokens: -1 is less than 1"), ({"model": "x", "temperature": "1e-1"}, "temperature"),
-        ({"model": "x", "accept_models": "some/other"}, "accept_models"), ({"model": "x", "concurrency": True}, "concurrency"),
+        ({"model": "x", "max_tokens": "1e3"}, "max_tokens: '1e3' is no number"),
+        ({"model": "x", "max_tokens": None}, "max_tokens"),
+        ({"model": "x", "max_tokens": -1}, "max_tokens: -1 is less than 1"),
+        ({"model": "x", "temperature": "1e-1"}, "temperature"),
+        ({"model": "x", "accept_models": "some/other"}, "accept_models"),
+        ({"model": "x", "concurrency": True}, "concurrency"),
         ({"model": "x", 5: 1}, "5: 1"),
     ],
 )  # fmt: skip
@@ -425,7 +433,10 @@ def test_torn_contexts_are_told_of_mended_and_refused_before_anything_is_paid(tm
         record | {"state_id": id, "messages": messages} for id, messages in (("torn", torn), ("odd", odd))
     ]
     (tmp_path / "clean.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = "1 contexts mended (1 with a result inserted), 1 refused (1: has role 'observer'; known: system, developer, user, assistant, tool, function)"
+    told = (
+        "1 contexts mended (1 with a result inserted), "
+        "1 refused (1: has role 'observer'; known: system, developer, user, assistant, tool, function)"
+    )
     code, said, _ = replay("estimate", plan)
     assert code == 0 and told in said and "2 states: 3 calls to make" in said
     code, said, _ = replay("run", plan, "--pay")

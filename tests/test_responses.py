@@ -38,7 +38,8 @@ def chat_messages():
     call = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": '{"path": "a"}'}}
     return [{"role": "system", "content": "Sys."}, {"role": "user", "content": "go"},
             {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
-            {"role": "tool", "tool_call_id": "c", "content": "ok"}, {"role": "assistant", "content": "end"}]  # fmt: skip
+            {"role": "tool", "tool_call_id": "c", "content": "ok"},
+            {"role": "assistant", "content": "end"}]  # fmt: skip
 
 
 def test_twins_in_the_chat_format_and_in_a_rollout(tmp_path):
@@ -61,8 +62,10 @@ def test_twins_in_the_chat_format_and_in_a_rollout(tmp_path):
 
 def test_every_shape_of_a_logged_call(tmp_path):
     request, said = BASE | {"input": [ASK, THOUGHT, CALL, GAVE]}, answer(SAID, model="m2")
-    shapes = [{"request": request, "response": said}, request | {"output": [SAID]}, request | {"response": said},
-              {"custom_id": "x", "body": request, "response": {"status_code": 200, "body": said}}]  # fmt: skip
+    shapes = [{"request": request, "response": said}, request | {"output": [SAID]},
+              request | {"response": said},
+              {"custom_id": "x", "body": request,
+               "response": {"status_code": 200, "body": said}}]  # fmt: skip
     states, report = read(tmp_path, shapes, ResponsesIngester)
     assert [(s.student_action.text, len(s.messages)) for s in states] == [("end", 4)] * 4
     assert [s.model for s in states] == ["m2", "m", "m2", "m2"] and not report.repairs
@@ -110,7 +113,8 @@ def test_what_has_no_place_is_counted(tmp_path):
     tools = BASE | {"tools": [FLAT, {"type": "web_search"}], "input": [ASK]}
     records = [{"request": tools, "response": answer({"type": "web_search_call", "id": "w"}, SAID)},
                {"request": tools, "response": answer(status="failed")}, {"request": tools, "response": None},
-               {"request": BASE | {"input": [3]}, "response": answer(SAID)}, {"title": "no call"}]  # fmt: skip
+               {"request": BASE | {"input": [3]}, "response": answer(SAID)},
+               {"title": "no call"}]  # fmt: skip
     states, report = read(tmp_path, records, ResponsesIngester)
     assert (
         [s.student_action.text for s in states] == ["end"]
@@ -140,7 +144,8 @@ def test_an_open_call_of_the_input_is_aborted_and_one_of_the_response_is_not(tmp
 
 
 @pytest.mark.parametrize("record", [
-    {"instruction": "add", "input": "1 2", "output": "3"}, {"input": "text", "model": "embedding"}, {"input": [1, 2], "output": [3]},
+    {"instruction": "add", "input": "1 2", "output": "3"}, {"input": "text", "model": "embedding"},
+    {"input": [1, 2], "output": [3]},
 ])  # fmt: skip
 def test_other_records_with_an_input_are_not_taken(record):
     assert record_format(record) is None

@@ -183,7 +183,9 @@ def test_a_template_that_drops_answers_is_refused():
 @pytest.mark.model
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_sampled_rollouts_line_up_on_every_faulty_turn(template):
-    """Rollouts of at least two turns from the bundled model: each faulty turn, hinted, is compared on its own ids."""
+    """Rollouts of at least two turns from the bundled model: each faulty turn, hinted, is
+    compared on its own ids.
+    """
     model, tokenizer = load_model()
     options = {"chat_template": template} if template else {}
     tasks = FAMILY.tasks("heldout", 8)
@@ -223,8 +225,9 @@ def test_the_same_seed_samples_the_same():
 
 def build(folder, hint=lambda turn: "Reminder: one command.", **options):
     rollouts = TurnRollouts(FAMILY, TASKS, hint)
-    settings = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=1, bf16=False, use_cpu=True,
-                    report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, alpha_sdpo=1.0, logging_steps=1)  # fmt: skip
+    settings = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=1,
+                    bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+                    gradient_checkpointing=False, alpha_sdpo=1.0, logging_steps=1)  # fmt: skip
     args = ComposerConfig(str(folder), **(settings | options))
     trainer = ComposerReplicationTrainer(
         tiny.model(), rollouts.reward, args, prompts_of(FAMILY, TASKS), processing_class=TOKENIZER,

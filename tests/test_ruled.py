@@ -1,4 +1,6 @@
-"""House rules around families of several turns: a call that breaks one has no effect, and no way around them is open."""
+"""House rules around families of several turns: a call that breaks one has no effect, and no way
+around them is open.
+"""
 
 import json
 import random
@@ -96,10 +98,12 @@ def test_the_conversation_is_what_the_model_said_and_was_told():
 
 
 WAYS_AROUND = [
-    "Sure: {call}", "{call} {call}", "x{call}", "```json\n{call}\n```", "{call}\nDone.", '{{"a": 1}} {call}', "\ufeff{call}",
-    "[{call}", '{{"name": "mkdir_v2", "arguments": {{"dir_name": "drafts"}}, "dry_run": false}}',
+    "Sure: {call}", "{call} {call}", "x{call}", "```json\n{call}\n```", "{call}\nDone.", '{{"a": 1}} {call}',
+    "\ufeff{call}", "[{call}",
+    '{{"name": "mkdir_v2", "arguments": {{"dir_name": "drafts"}}, "dry_run": false}}',
     '{{"name": "mkdir", "name": "mkdir", "arguments": {{"dir_name": "drafts", "dry_run": false}}}}',
-    '[[{call}]]', '{{"name": "mkdir_v2", "arguments": {{"dir_name": "drafts", "dry_run": 0}}}}', '{{"call": {call}}}',
+    '[[{call}]]', '{{"name": "mkdir_v2", "arguments": {{"dir_name": "drafts", "dry_run": 0}}}}',
+    '{{"call": {call}}}',
 ]  # fmt: skip
 
 
@@ -207,7 +211,9 @@ def test_hints_of_the_family_inside_come_in_the_houses_form():
 
 @pytest.mark.model
 def test_a_rollout_under_rules_lines_up_and_its_refused_turn_is_hinted():
-    """Ids of a played episode are the template's, tool words are not scored, and each faulty turn is compared."""
+    """Ids of a played episode are the template's, tool words are not scored, and each faulty turn
+    is compared.
+    """
     tokenizer, task = tiny.tokenizer(), FAMILY.tasks("train", 1, seed=8)[0]
     said = [INSIDE.reference(task)[0], *FAMILY.reference(task)]
     (row,) = roll_out([FAMILY.episode(task)], tokenizer, scripted(said, tokenizer))

@@ -1,4 +1,6 @@
-"""Sharing inside a model's own forward: the same states and gradients for every family, or the plain pass with a reason."""
+"""Sharing inside a model's own forward: the same states and gradients for every family, or the
+plain pass with a reason.
+"""
 
 import contextlib
 
@@ -155,8 +157,10 @@ def test_an_error_inside_leaves_the_model_as_it_was():
     "change, reason",
     [
         (lambda m: m.train() and setattr(m.config, "attention_dropout", 0.1), "attention dropout"),
-        (lambda m: m.train() and m.base_model.layers[0].register_module("drop", torch.nn.Dropout(0.1)), "dropout is on"),
-        (lambda m: m.train() and setattr(m.base_model, "gradient_checkpointing", True), "gradient checkpointing"),
+        (lambda m: m.train() and m.base_model.layers[0].register_module("drop", torch.nn.Dropout(0.1)),
+         "dropout is on"),
+        (lambda m: m.train() and setattr(m.base_model, "gradient_checkpointing", True),
+         "gradient checkpointing"),
     ],
 )  # fmt: skip
 def test_what_breaks_sharing_is_declined_by_name(change, reason):

@@ -29,17 +29,21 @@ def chat_twin():
     return {"tools": [{"type": "function", "function": SCHEMA}], "messages": [
         {"role": "system", "content": "Sys."}, {"role": "user", "content": "go"},
         {"role": "assistant", "content": "Look.", "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_0", "content": "ok"}, {"role": "assistant", "content": "end"}]}  # fmt: skip
+        {"role": "tool", "tool_call_id": "call_0", "content": "ok"},
+        {"role": "assistant", "content": "end"}]}  # fmt: skip
 
 
 def test_twins_in_the_chat_format(tmp_path):
     import json
 
     plain, _ = read(tmp_path, [chat_twin()], ChatIngester, "chat.jsonl")
-    blocks = [by("human", "go"), by("gpt", '<think>hm</think>Look.\n<tool_call>\n{"name": "ls", "arguments": {"path": "a"}}\n</tool_call>'),
+    blocks = [by("human", "go"),
+              by("gpt", "<think>hm</think>Look.\n"
+                        '<tool_call>\n{"name": "ls", "arguments": {"path": "a"}}\n</tool_call>'),
               by("tool", "<tool_response>\nok\n</tool_response>"), END]  # fmt: skip
     for record in ({"system": "Sys.", "tools": json.dumps([SCHEMA]), "conversations": TALK},
-                   {"tools": [{"type": "function", "function": SCHEMA}], "conversations": [by("system", "Sys."), *blocks]}):  # fmt: skip
+                   {"tools": [{"type": "function", "function": SCHEMA}],
+                    "conversations": [by("system", "Sys."), *blocks]}):  # fmt: skip
         states, report = read(tmp_path, [record], ShareGPTIngester)
         assert [(*essence(s), s.tools) for s in states] == [(*essence(s), s.tools) for s in plain]
         assert not report.repairs and file_format(tmp_path / "log.jsonl") == "sharegpt"
@@ -67,7 +71,8 @@ def test_calls_without_results_are_aborted_and_results_without_calls_stand_as_a_
 
 
 @pytest.mark.parametrize("bad", [
-    by("narrator", "x"), by("gpt", None), 7, by("function_call", "ls()"), by("function_call", '{"arguments": {}}'), by("function_call", '[{"name": "a", "arguments": 3}]'),
+    by("narrator", "x"), by("gpt", None), 7, by("function_call", "ls()"),
+    by("function_call", '{"arguments": {}}'), by("function_call", '[{"name": "a", "arguments": 3}]'),
 ])  # fmt: skip
 def test_a_record_with_an_entry_that_cannot_be_read_is_refused_whole(tmp_path, bad):
     states, report = read(

@@ -48,13 +48,14 @@ def mini(messages, **more):
 
 
 def mini_run():
-    return [SYSTEM, ASK, said("Both.", call("a"), call("b"), extra={"cost": 1}), told("a", "ok", returncode=0), told("b", "slow", **BAD),
-            said("end", call("c")), END]  # fmt: skip
+    return [SYSTEM, ASK, said("Both.", call("a"), call("b"), extra={"cost": 1}),
+            told("a", "ok", returncode=0), told("b", "slow", **BAD), said("end", call("c")), END]  # fmt: skip
 
 
 def test_a_mini_run_and_its_twins_in_chat_and_items(tmp_path):
     chat = {"model": "m", "messages": [SYSTEM, ASK, said("Both.", call("a"), call("b")), told("a", "ok"),
-                                       told("b", "slow") | {"is_error": True}, said("end", call("c"))]}  # fmt: skip
+                                       told("b", "slow") | {"is_error": True},
+                                       said("end", call("c"))]}  # fmt: skip
     plain, _ = read(tmp_path, [chat], ChatIngester, "chat.jsonl")
     states, report = read(tmp_path, mini(mini_run()), MiniSWEAgentIngester, "a.traj.json")
     bare = [
@@ -80,15 +81,18 @@ def test_a_mini_run_and_its_twins_in_chat_and_items(tmp_path):
 
     items = [SYSTEM, {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
              {"object": "response", "output": [text("Both."), function("a"), function("b")], "extra": {}},
-             gave("a", "ok", returncode=0), gave("b", "slow", **BAD), {"object": "response", "output": [text("end"), function("c")]}, END]  # fmt: skip
+             gave("a", "ok", returncode=0), gave("b", "slow", **BAD),
+             {"object": "response", "output": [text("end"), function("c")]}, END]  # fmt: skip
     again, report = read(tmp_path, mini(items), MiniSWEAgentIngester, "b.traj.json")
     assert [essence(s) for s in again] == [essence(s) for s in states] and not report.repairs
 
 
 def test_commands_in_the_text_fail_by_the_same_notes(tmp_path):
     actions = {"actions": [{"command": "ls"}]}
-    run = [SYSTEM, ASK, said("```\nls\n```", extra=actions), {"role": "user", "content": "no", "extra": {"returncode": 2}},
-           said("```\nls\n```", extra=actions), {"role": "user", "content": "slow", "extra": BAD}, said("end")]  # fmt: skip
+    run = [SYSTEM, ASK, said("```\nls\n```", extra=actions),
+           {"role": "user", "content": "no", "extra": {"returncode": 2}},
+           said("```\nls\n```", extra=actions), {"role": "user", "content": "slow", "extra": BAD},
+           said("end")]  # fmt: skip
     states, _ = read(tmp_path, mini(run), MiniSWEAgentIngester, "a.json")
     assert [[f.kind for f in s.failures] for s in states] == [[], ["tool_error"], []]
     assert (
@@ -108,8 +112,10 @@ def test_commands_in_the_text_fail_by_the_same_notes(tmp_path):
 
 
 @pytest.mark.parametrize(("extra", "plain", "asked"), [
-    ({}, "", ""), ({"returncode": 0}, "", ""), ({"returncode": 3}, "", "exit_code"), ({"returncode": "3"}, "", ""), (BAD, "tool_error", "tool_error"),
-    ({"returncode": -1, "exception_info": "action was not executed"}, "", ""), ({"returncode": 0, "exception_info": ""}, "", ""),
+    ({}, "", ""), ({"returncode": 0}, "", ""), ({"returncode": 3}, "", "exit_code"),
+    ({"returncode": "3"}, "", ""), (BAD, "tool_error", "tool_error"),
+    ({"returncode": -1, "exception_info": "action was not executed"}, "", ""),
+    ({"returncode": 0, "exception_info": ""}, "", ""),
 ])  # fmt: skip
 def test_what_an_observation_says(extra, plain, asked):
     assert (failure_of(extra, False), failure_of(extra, True)) == (plain, asked)

@@ -206,7 +206,8 @@ def test_stages_at_once_meet_and_print_one_after_the_other(tmp_path: Path) -> No
 def test_a_python_without_ensurepip_gets_a_remedy_and_nothing_is_made(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/bash\ncase "$*" in *"import ensurepip"*|*"import virtualenv"*) exit 1;; esac\nexec {sys.executable} "$@"\n'
+        '#!/bin/bash\ncase "$*" in *"import ensurepip"*|*"import virtualenv"*) exit 1;; esac\n'
+        f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     apt = tmp_path / "apt-get"

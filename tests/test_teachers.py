@@ -336,7 +336,8 @@ def test_no_window_starts_more_than_burst_and_rate(rate, burst):
     starts = asyncio.run(run())
     for i, first in enumerate(starts):
         for j in range(i, len(starts)):
-            # a task may wake late and the next one on time: at most one sleep's lateness is missing from a window
+            # a task may wake late and the next one on time: at most one sleep's lateness is missing from a
+            # window
             assert j - i + 1 <= burst + rate * (starts[j] - first + 0.05) + 1e-6
     assert starts[-1] - starts[0] >= (60 - burst) / rate - 0.05
 
@@ -603,7 +604,8 @@ NATIVE = (
 )
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% if loop.index0 % 2 != (m.role == 'assistant') | int %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if loop.index0 % 2 != (m.role == 'assistant') | int %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 

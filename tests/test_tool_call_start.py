@@ -1,4 +1,6 @@
-"""A supervised start on calls in the template's own form, after which a model calls by itself through both of TRL's doors."""
+"""A supervised start on calls in the template's own form, after which a model calls by itself
+through both of TRL's doors.
+"""
 
 from pathlib import Path
 
@@ -50,14 +52,16 @@ def small(words=tiny.WHOLE):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=words, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
 def settings(folder, **options):
-    own = dict(per_device_train_batch_size=4, num_generations=4, max_steps=1, bf16=False, use_cpu=True, report_to="none", disable_tqdm=True,
-               save_strategy="no", gradient_checkpointing=False, alpha_sdpo=1.0, logging_steps=1, shuffle_dataset=False)  # fmt: skip
+    own = dict(per_device_train_batch_size=4, num_generations=4, max_steps=1, bf16=False, use_cpu=True,
+               report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False,
+               alpha_sdpo=1.0, logging_steps=1, shuffle_dataset=False)  # fmt: skip
     return ComposerConfig(str(folder), **(own | options))
 
 
@@ -81,7 +85,9 @@ def watched(trainer):
 
 
 def test_a_row_has_the_ids_that_trls_loop_makes_of_the_same_answers(tmp_path):
-    """The loop is TRL's, the answers are the row's: prompt, suffixes of tools and mask come out as they stand there."""
+    """The loop is TRL's, the answers are the row's: prompt, suffixes of tools and mask come out
+    as they stand there.
+    """
     (row,) = tool_call_rows(USED, **TEMPLATE)(FAMILY, TASKS[:1], TOKENIZER)
     said = iter([row.ids[a:b] for a, b in row.turns])
     trainer = through_environments(tmp_path, small())
@@ -115,7 +121,8 @@ def test_only_answers_are_compared_and_they_are_the_templates(thinking):
 def test_a_template_that_cannot_be_started_from_is_named():
     with pytest.raises(ValueError, match="enable_thinking"):
         answer_ids(TOKENIZER, [{"role": "user", "content": "x"}], {"role": "assistant", "content": "y"},
-                   chat_template="{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}")  # fmt: skip
+                   chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
+                                 "{% if add_generation_prompt %}>{% endif %}")  # fmt: skip
 
 
 def test_a_family_keeps_the_tasks_that_its_tools_solve():
@@ -165,7 +172,9 @@ def test_after_a_start_json_calls_are_sampled_through_the_rollout_function(tmp_p
     supervised_start(model, tokenizer, family, 250, size=1, learning_rate=5e-3, progress=False)
     rollouts = TurnRollouts(family, TASKS[:1], lambda turn: family.hints(turn)["error"], where="each")
     trainer = ComposerReplicationTrainer(
-        model, rollouts.reward, settings(tmp_path, max_completion_length=64, per_device_train_batch_size=8, num_generations=8), prompts_of(family, TASKS[:1]),
+        model, rollouts.reward,
+        settings(tmp_path, max_completion_length=64, per_device_train_batch_size=8, num_generations=8),
+        prompts_of(family, TASKS[:1]),
         processing_class=tokenizer, rollout_func=rollouts, feedback_func=rollouts.feedback,
     )  # fmt: skip
     (batch,) = watched(trainer)

@@ -52,9 +52,9 @@ def feedback(completions, **columns):
 
 
 def arguments(folder, **options):
-    defaults = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=3, learning_rate=1e-2,
-                    logging_steps=1, bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-                    gradient_checkpointing=False, seed=0)  # fmt: skip
+    defaults = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=3,
+                    learning_rate=1e-2, logging_steps=1, bf16=False, use_cpu=True, report_to="none",
+                    disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, seed=0)  # fmt: skip
     return GRPOConfig(str(folder), **(defaults | options))
 
 
@@ -72,7 +72,8 @@ def build(folder, cls=ComposerReplicationTrainer, model=None, options=None, args
     return trainer
 
 
-ALPHA = 2000.0  # an untrained model hardly reads its hint: this makes channel 2's gradient as large as the others'
+# An untrained model hardly reads its hint: this makes channel 2's gradient as large as the others'.
+ALPHA = 2000.0
 
 
 def lit(folder, **kwargs):
@@ -426,7 +427,9 @@ def scripted(prompts, trainer):
 
 
 def scripted_turns(prompts, trainer):
-    """The same as two turns with a token between them that was not sampled, and what came from each turn on."""
+    """The same as two turns with a token between them that was not sampled, and what came from
+    each turn on.
+    """
     rows = scripted(prompts, trainer)
     rows["env_mask"] = [[int(i != 1) for i in range(len(ids))] for ids in rows["completion_ids"]]
     rows["turn_returns"] = [[float(number % 2), 0.25] for number in range(len(prompts))]
@@ -444,7 +447,8 @@ def feedback_by_prompt(prompts, completions, **columns):
 @pytest.mark.parametrize("site", [0, 1, -1])
 def test_several_turns_hint_goes_above_the_named_one(tmp_path, site):
     hint = "Reminder: one colour."
-    trainer = lit(tmp_path, rollout_func=two_turns, feedback_func=lambda completions, **_: [Feedback(hint, site=site)] * len(completions),
+    trainer = lit(tmp_path, rollout_func=two_turns,
+                  feedback_func=lambda completions, **_: [Feedback(hint, site=site)] * len(completions),
                   options=dict(max_completion_length=64, max_steps=1))  # fmt: skip
     seen, original = [], trainer._hint_fields
     trainer._hint_fields = lambda output: seen.append((output, original(output))) or seen[-1][1]
@@ -465,8 +469,9 @@ def test_several_turns_hint_goes_above_the_named_one(tmp_path, site):
 def test_prompts_as_plain_text_are_refused_for_hints(tmp_path):
     dataset = Dataset.from_list([{"prompt": "Say red."}] * 8)
     with pytest.raises(ValueError, match="conversational prompts"):
-        ComposerReplicationTrainer(tiny.model(), lambda completions, **_: [0.0] * len(completions), arguments(tmp_path), dataset,
-                                   processing_class=TOKENIZER, alpha_sdpo=1.0, beta_replay=0.0, feedback_func=lambda **_: ["x"] * 4)  # fmt: skip
+        ComposerReplicationTrainer(tiny.model(), lambda completions, **_: [0.0] * len(completions),
+                                   arguments(tmp_path), dataset, processing_class=TOKENIZER, alpha_sdpo=1.0,
+                                   beta_replay=0.0, feedback_func=lambda **_: ["x"] * 4)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -713,7 +718,9 @@ def test_gradient_checkpointing_gives_the_same_step(tmp_path):
     ids=["no-pairs", "simpo", "warm-cache", "warm-cache-unshared", "sampled"],
 )
 def test_the_first_pass_under_checkpointing_keeps_the_students_states_alone(tmp_path, settings):
-    """TRL's default, on a model that no pass has looked at before: the check of its cache is not the student's pass."""
+    """TRL's default, on a model that no pass has looked at before: the check of its cache is not
+    the student's pass.
+    """
     own = dict(model=tiny.model(seed=2), grad_norm_steps=0) | settings
     plain = record(lit(tmp_path, options=dict(max_steps=1), **own))[1][0]  # fills the cache of references
     own["model"] = tiny.model(seed=2)

@@ -103,13 +103,16 @@ def build(
     **options,
 ):
     rollouts = TurnRollouts(FAMILY, TASKS, hint, turn_reward=turn_reward, discount=discount)
-    settings = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=1, bf16=False, use_cpu=True,
-                    report_to="none", disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, alpha_sdpo=0.0,
-                    beta_replay=0.0, logging_steps=1, advantages="turn", max_grad_norm=0.0, learning_rate=1e-3)  # fmt: skip
+    settings = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=1,
+                    bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+                    gradient_checkpointing=False, alpha_sdpo=0.0, beta_replay=0.0, logging_steps=1,
+                    advantages="turn", max_grad_norm=0.0, learning_rate=1e-3)  # fmt: skip
     args = ComposerConfig(str(folder), **(settings | options))
     feedback = {} if args.alpha_sdpo == 0 else {"feedback_func": rollouts.feedback}
     return ComposerReplicationTrainer(
-        model or tiny.model(), lambda trajectory, **_: [None if row.lost else len(row.turns) % 2 + 0.1 * len(row.ids) for row in trajectory],
+        model or tiny.model(),
+        lambda trajectory, **_: [None if row.lost else len(row.turns) % 2 + 0.1 * len(row.ids)
+                                 for row in trajectory],
         args, prompts_of(FAMILY, TASKS), processing_class=TOKENIZER, rollout_func=rollouts, **feedback,
     )  # fmt: skip
 
@@ -165,8 +168,9 @@ def test_without_turn_rewards_the_step_is_trls(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(policy_loss="dppo", num_iterations=2), dict(loss_type="cispo"), dict(loss_type="sapo"), dict(loss_type="vespo"), dict(loss_type="luspo"),
-     dict(loss_type="grpo", delta=2.0), dict(beta=0.1, kl_estimator="k1"), dict(importance_sampling_level="sequence"),
+    [dict(policy_loss="dppo", num_iterations=2), dict(loss_type="cispo"), dict(loss_type="sapo"),
+     dict(loss_type="vespo"), dict(loss_type="luspo"), dict(loss_type="grpo", delta=2.0),
+     dict(beta=0.1, kl_estimator="k1"), dict(importance_sampling_level="sequence"),
      dict(off_policy_mask_threshold=0.5), dict(alpha_sdpo=1.0, rlsd=0.5)],
     ids=str,
 )  # fmt: skip

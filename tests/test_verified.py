@@ -1,4 +1,6 @@
-"""Verified re-takes: what is taken again, what of it is learned, and that the loss is the bare prompt's cross entropy."""
+"""Verified re-takes: what is taken again, what of it is learned, and that the loss is the bare
+prompt's cross entropy.
+"""
 
 import json
 import logging

@@ -36,16 +36,19 @@ from composer_nb.traces import Action, ToolCall, ToolFailure, TraceState, load_s
 READ = {"type": "function", "function": {"name": "read", "parameters": {
     "type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}  # fmt: skip
 ASKED = [{"role": "user", "content": "What do my notes say?"}]
-ELEMENTS = set("html head meta title style body h1 h2 h3 h4 p a b bdi span div code article section nav main table caption "
-               "thead tbody tr th td fieldset legend input label details summary ol li del ins".split())  # fmt: skip
-ATTRIBUTES = set("lang charset http-equiv content name class id href dir tabindex scope for type checked data-label "
-                 "aria-label aria-labelledby aria-hidden".split())  # fmt: skip
+ELEMENTS = set("html head meta title style body h1 h2 h3 h4 p a b bdi span div code article section nav main "
+               "table caption thead tbody tr th td fieldset legend input label details summary ol li del "
+               "ins".split())  # fmt: skip
+ATTRIBUTES = set("lang charset http-equiv content name class id href dir tabindex scope for type checked "
+                 "data-label aria-label aria-labelledby aria-hidden".split())  # fmt: skip
 HOSTILE = [
-    "</script><script>alert(1)</script>", "</style><img src=x onerror=alert(1)>", '" onmouseover="alert(1)" x="',
-    "' onfocus='alert(1)' autofocus='", "<a href='javascript:alert(1)'>here</a>", "javascript:alert(1)", "<!-- ", "]]>",
-    "<svg/onload=alert(1)>", "</div></section></main></body></html><iframe src=//example.org>", "&lt;script&gt; &amp;#60;",
-    "half \ud800 of a pair", "a\x00b\x1b[31m", "\u202egnirts\u2066", "\U000e0041\u200b\ufeff", "\r\n\x85\u2028",
-    "{{7*7}} ${x} %s {0}", "<textarea><title><xmp><plaintext>", "̀" * 500, "word " * 200_000,
+    "</script><script>alert(1)</script>", "</style><img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)" x="', "' onfocus='alert(1)' autofocus='",
+    "<a href='javascript:alert(1)'>here</a>", "javascript:alert(1)", "<!-- ", "]]>",
+    "<svg/onload=alert(1)>", "</div></section></main></body></html><iframe src=//example.org>",
+    "&lt;script&gt; &amp;#60;", "half \ud800 of a pair", "a\x00b\x1b[31m", "\u202egnirts\u2066",
+    "\U000e0041\u200b\ufeff", "\r\n\x85\u2028", "{{7*7}} ${x} %s {0}", "<textarea><title><xmp><plaintext>",
+    "̀" * 500, "word " * 200_000,
 ]  # fmt: skip
 
 
@@ -56,7 +59,9 @@ def call(path: str = "a", name: str = "read") -> Action:
 def made(
     place: Path, states: list[TraceState], answers: dict, names: tuple = ("t1", "t2", "t3"), **more: object
 ) -> Path:
-    """A plan whose ledger holds `answers[state_id][teacher]`: an action, a reason for none, or a whole reply."""
+    """A plan whose ledger holds `answers[state_id][teacher]`: an action, a reason for none, or a
+    whole reply.
+    """
     price = {
         "date": "2026-11-01",
         "source": "invented",
@@ -140,8 +145,10 @@ def hostile_plan(place: Path, bad: str) -> Path:
     arguments = {bad: bad, "path": [bad]}
     action = Action(bad, (ToolCall(bad, arguments, bad), ToolCall("read", bad)), bad)
     messages = [
-        {"role": bad, "content": bad, "name": bad}, {"role": "user", "content": [{"type": bad}, {"text": bad}]},
-        {"role": "assistant", "content": bad, "tool_calls": [{"id": bad, "function": {"name": bad, "arguments": bad}}]},
+        {"role": bad, "content": bad, "name": bad},
+        {"role": "user", "content": [{"type": bad}, {"text": bad}]},
+        {"role": "assistant", "content": bad,
+         "tool_calls": [{"id": bad, "function": {"name": bad, "arguments": bad}}]},
         {"role": "assistant", "content": None, "tool_calls": [bad]},
     ]  # fmt: skip
     tools = [
@@ -289,8 +296,9 @@ def test_everything_of_a_state_is_on_its_page(tmp_path):
     plan = made(tmp_path, [state], {"one/0": {"t1": call("a"), "t2": other, "t3": "content_filter"}})
     page = page_of(plan)
     found = check_harmless(page)
-    for text in ("one/0", "acme/m", "f:3", "What do my notes say?", "I look.", "it is b", "No such file or directory: b", "file_not_found",
-                 "Reminder:", "skipped: content_filter", "0.002000 USD", "7 tokens in, 5 out", "2 of 2 answers agree"):  # fmt: skip
+    for text in ("one/0", "acme/m", "f:3", "What do my notes say?", "I look.", "it is b",
+                 "No such file or directory: b", "file_not_found", "Reminder:", "skipped: content_filter",
+                 "0.002000 USD", "7 tokens in, 5 out", "2 of 2 answers agree"):  # fmt: skip
         assert text in found.text, text
     assert found.text.count("answer 1, 2 of 2") == 2 and "<del>b</del>" in page and "<ins>a</ins>" in page
     row = re.search(r'<tr class="row pair error" id="i1">.*?</tr>', page)[0]
@@ -305,12 +313,16 @@ def test_everything_of_a_state_is_on_its_page(tmp_path):
 @pytest.mark.parametrize(
     ("outcome", "answers", "more", "words"),
     [
-        ("pair", {"t1": call("a"), "t2": call("a"), "t3": call("c")}, {}, "2 of 3 answers agree, and the student did something else"),
-        ("unlike", {"t1": Action("It says so."), "t2": Action("It says so.")}, {}, "one side calls a tool and the other writes prose"),
+        ("pair", {"t1": call("a"), "t2": call("a"), "t3": call("c")}, {},
+         "2 of 3 answers agree, and the student did something else"),
+        ("unlike", {"t1": Action("It says so."), "t2": Action("It says so.")}, {},
+         "one side calls a tool and the other writes prose"),
         ("student_agrees", {"t1": call("b"), "t2": call("b")}, {}, "the student did the same"),
         ("tie", {"t1": call("a"), "t2": call("c")}, {"threshold": 1}, "More than one group of 1"),
-        ("below_threshold", {"t1": call("a"), "t2": call("c")}, {}, "1 of 2 answers agree, 1 stand against them; the plan asks for 2, and 1 more"),
-        ("no_replies", {"t1": "timeout", "t2": call("a", "write")}, {}, "No teacher gave an answer that counts"),
+        ("below_threshold", {"t1": call("a"), "t2": call("c")}, {},
+         "1 of 2 answers agree, 1 stand against them; the plan asks for 2, and 1 more"),
+        ("no_replies", {"t1": "timeout", "t2": call("a", "write")}, {},
+         "No teacher gave an answer that counts"),
     ],
 )  # fmt: skip
 def test_the_reason_is_that_of_the_pairs(tmp_path, outcome, answers, more, words):
@@ -463,7 +475,8 @@ SECRET = {row.family: row for row in planted("token", "personal")}
 def test_answers_with_a_secret_are_refused(tmp_path, family, place):
     said = SECRET[family].text
     answer = {
-        "text": Action(said), "thinking": Action("ok", (), said), "arguments": Action("", (ToolCall("read", {"a": [said]}),)),
+        "text": Action(said), "thinking": Action("ok", (), said),
+        "arguments": Action("", (ToolCall("read", {"a": [said]}),)),
         "name": Action("", (ToolCall(said, {}),)), "reason": said,
     }[place]  # fmt: skip
     state = TraceState("s/1", [{"role": "user", "content": "hi"}], Action("ok"))

@@ -1,4 +1,5 @@
-"""How services answer, as their vendors document it: an action in each dialect, and errors as they spell them.
+"""How services answer, as their vendors document it: an action in each dialect, and errors as they spell
+them.
 
 `fault` is what may go wrong inside an answer: `truncated`, `filtered`, `refusal` and more.
 """
@@ -35,7 +36,8 @@ def say_chat(action: Action, fault: str, model: str, dialect: str) -> Json:
     )
     if fault == "refusal":
         message |= {"content": None, "refusal": "I cannot help with that."}
-    usage = {"prompt_tokens": PROMPT, "completion_tokens": OUT + THOUGHT, "total_tokens": PROMPT + OUT + THOUGHT,
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": OUT + THOUGHT,
+             "total_tokens": PROMPT + OUT + THOUGHT,
              "prompt_tokens_details": {"cached_tokens": CACHED},
              "completion_tokens_details": {"reasoning_tokens": THOUGHT}}  # fmt: skip
     usage |= {"cost": 1e-4} if dialect == "openrouter" else {}
@@ -56,7 +58,8 @@ def say_messages(action: Action, fault: str, model: str, dialect: str) -> Json:
     usage = {"input_tokens": PROMPT - CACHED, "cache_read_input_tokens": CACHED,
              "cache_creation_input_tokens": 0, "output_tokens": OUT + THOUGHT}  # fmt: skip
     usage |= {"cache_creation_input_tokens": 5} if fault == "cache-written" else {}
-    return {"id": "m", "type": "message", "role": "assistant", "model": model, "content": blocks, "usage": usage,
+    return {"id": "m", "type": "message", "role": "assistant", "model": model, "content": blocks,
+            "usage": usage,
             "stop_reason": stop.get(fault, "tool_use" if action.tool_calls else "end_turn"),
             "stop_sequence": None}  # fmt: skip
 
@@ -76,9 +79,9 @@ def say_responses(action: Action, fault: str, model: str, dialect: str) -> Json:
     usage = {"input_tokens": PROMPT, "input_tokens_details": {"cached_tokens": CACHED},
              "output_tokens": OUT + THOUGHT, "output_tokens_details": {"reasoning_tokens": THOUGHT},
              "total_tokens": PROMPT + OUT + THOUGHT}  # fmt: skip
-    return {"id": "resp", "object": "response", "status": "incomplete" if why else "completed", "model": model,
-            "error": None, "incomplete_details": {"reason": why} if why else None, "output": items,
-            "usage": usage}  # fmt: skip
+    return {"id": "resp", "object": "response", "status": "incomplete" if why else "completed",
+            "model": model, "error": None, "incomplete_details": {"reason": why} if why else None,
+            "output": items, "usage": usage}  # fmt: skip
 
 
 def say_gemini(action: Action, fault: str, model: str, dialect: str) -> Json:

@@ -1,4 +1,6 @@
-"""One episode as a strip of boxes: the world before, each turn with what came back and its hint, the world after."""
+"""One episode as a strip of boxes: the world before, each turn with what came back and its hint,
+the world after.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def boxes_of(
 
 
 def draw(boxes: Sequence[Box], width: int = 30, height: float | None = None) -> Figure:
-    """A figure with the boxes side by side: grey is the world, green a right turn, red a faulty one. Lines wrap
-    after `width` characters; `height` in inches, what the longest box needs where it is None."""
+    """A figure with the boxes side by side: grey is the world, green a right turn, red a faulty one. Lines
+    wrap after `width` characters; `height` in inches, what the longest box needs where it is None."""
     import matplotlib.pyplot as plt
 
     texts = [

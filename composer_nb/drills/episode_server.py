@@ -27,7 +27,9 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 
 
 class EpisodeServer:
-    """`count` tasks of *files* per split, for `sessions` clients, behind OpenEnv; `surface`: lines or json."""
+    """`count` tasks of *files* per split, for `sessions` clients, behind OpenEnv; `surface`:
+    lines or json.
+    """
 
     def __init__(self, count: int = 16, sessions: int = 32, surface: str = "lines") -> None:
         self.count, self.sessions, self.surface = count, sessions, surface

@@ -1,11 +1,11 @@
-"""Pairs of actions of coding agents, and whether a developer would call them the same: written before the rule that is
-measured on them (`replay.actions`).
+"""Pairs of actions of coding agents, and whether a developer would call them the same: written before the
+rule that is measured on them (`replay.actions`).
 
-An agent works in `FOLDER`, where it has read `SEEN`. `outsiders` has pairs by somebody who did not know the rule:
-`blind` ones, which changed it afterwards, and `unseen` ones, which came when it stood. `found_by_a_reader` has those by
-which it was wrong afterwards, and was mended. Two actions are the same if they leave the same files behind and
-tell the agent the same, for whatever those files hold; what only a person reads (a description of a command) is not part
-of it.
+An agent works in `FOLDER`, where it has read `SEEN`. `outsiders` has pairs by somebody who did not know the
+rule: `blind` ones, which changed it afterwards, and `unseen` ones, which came when it stood.
+`found_by_a_reader` has those by which it was wrong afterwards, and was mended. Two actions are the same if
+they leave the same files behind and tell the agent the same, for whatever those files hold; what only a
+person reads (a description of a command) is not part of it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ TOOLS_SAME = [
     (call("Glob", pattern="**/*.py", path="."), call("Glob", pattern="**/*.py")),
     (call("Task", description="Look", prompt="Find it.", subagent_type="x"),
      call("Task", description="Search", prompt="Find it.", subagent_type="x")),
-    (call("WebFetch", url="https://Example.org", prompt="p"), call("WebFetch", url="https://example.org/", prompt="p")),
+    (call("WebFetch", url="https://Example.org", prompt="p"),
+     call("WebFetch", url="https://example.org/", prompt="p")),
     (codex("bash", "-lc", "ls -la"), codex("ls", "-la")),
     (codex("bash", "-lc", "ls -la", timeout_ms=1000), codex("bash", "-lc", "ls -al", timeout_ms=1000)),
 ]  # fmt: skip
@@ -145,8 +146,10 @@ TOOLS_DIFFERENT = [
     (call("Read", file_path="cart.py", limit=10), call("Read", file_path="cart.py")),
     (call("Grep", pattern="total", path="src"), call("Grep", pattern="total")),
     (call("Grep", pattern="total "), call("Grep", pattern="total")),
-    (call("create_issue", title="t", description="One."), call("create_issue", title="t", description="Two.")),
-    (call("WebFetch", url="https://example.org/a", prompt="p"), call("WebFetch", url="https://example.org/A", prompt="p")),
+    (call("create_issue", title="t", description="One."),
+     call("create_issue", title="t", description="Two.")),
+    (call("WebFetch", url="https://example.org/a", prompt="p"),
+     call("WebFetch", url="https://example.org/A", prompt="p")),
     (call("Task", description="Look", prompt="Find it.", subagent_type="x"),
      call("Task", description="Look", prompt="Mend it.", subagent_type="x")),
 ]  # fmt: skip
@@ -157,12 +160,15 @@ EDITS_SAME = [
     (edit("    s = 0\n", "    s = 0\n    n = 1\n"), edit("    for i", "    n = 1\n    for i")),
     (edit("s = 0", "s = 0.0", replace_all=False), edit("s = 0", "s = 0.0")),
     (edit("return s", "return round(s, 2)"), edit("return s", "return round(s, 2)", path="cart.py")),
-    (call("MultiEdit", file_path="cart.py", edits=[{"old_string": "s = 0", "new_string": "s = 1"}]), edit("s = 0", "s = 1")),
-    (call("Write", file_path="cart.py", content=SEEN["cart.py"].replace("s = 0", "s = 1")), edit("s = 0", "s = 1")),
+    (call("MultiEdit", file_path="cart.py", edits=[{"old_string": "s = 0", "new_string": "s = 1"}]),
+     edit("s = 0", "s = 1")),
+    (call("Write", file_path="cart.py", content=SEEN["cart.py"].replace("s = 0", "s = 1")),
+     edit("s = 0", "s = 1")),
     (edit("old = 1", "old = 2", path="other.py"), edit("a\nold = 1\nb", "a\nold = 2\nb", path="other.py")),
     (patch("*** Update File: cart.py", "@@", "-    s = 0", "+    s = 1"),
      # (it had its anchor as first line too once, which apply_patch refuses: it looks behind the anchor)
-     patch("*** Update File: cart.py", "@@ def total(items):", "-    s = 0", "+    s = 1", "     for i in items:")),
+     patch("*** Update File: cart.py", "@@ def total(items):", "-    s = 0", "+    s = 1",
+           "     for i in items:")),
     (patch("*** Add File: new.py", "+x = 1"), patch("*** Add File: ./new.py", "+x = 1")),
 ]  # fmt: skip
 EDITS_DIFFERENT = [
@@ -172,8 +178,10 @@ EDITS_DIFFERENT = [
     (edit("    s = 0\n", "    s = 0\n    n = 1\n"), edit("    return s\n", "    n = 1\n    return s\n")),
     (edit("a = 1", "a = 2", path="other.py"), edit("b = 1", "b = 2", path="other.py")),
     (edit("x\na = 1", "x\na = 2", path="other.py"), edit("y\na = 1", "y\na = 2", path="other.py")),
-    (call("Write", file_path="new.py", content="x = 1\n"), call("Write", file_path="new.py", content="x = 2\n")),
-    (call("Write", file_path="new.py", content="if x:\n    y\n"), call("Write", file_path="new.py", content="if x:\n  y\n")),
+    (call("Write", file_path="new.py", content="x = 1\n"),
+     call("Write", file_path="new.py", content="x = 2\n")),
+    (call("Write", file_path="new.py", content="if x:\n    y\n"),
+     call("Write", file_path="new.py", content="if x:\n  y\n")),
     (patch("*** Delete File: a.py"), patch("*** Delete File: b.py")),
 ]  # fmt: skip
 
@@ -245,7 +253,8 @@ EDITS_FOUND = [
     (edit("s = 0", "s = 1", replace_all="true"), edit("s = 0", "s = 1")),
     (call("replace", file_path="cart.py", old_string="s = 0", new_string="s = 1", expected_replacements=2),
      call("replace", file_path="cart.py", old_string="s = 0", new_string="s = 1")),
-    (call("Write", file_path="cart.py", content="x", mode="append"), call("Write", file_path="cart.py", content="x")),
+    (call("Write", file_path="cart.py", content="x", mode="append"),
+     call("Write", file_path="cart.py", content="x")),
     (edit("", "x"), call("Write", file_path="cart.py", content="x")),  # it refuses a file that is there
     (call("str_replace_editor", command="create", path="cart.py", file_text="x"),
      call("Write", file_path="cart.py", content="x")),
@@ -259,7 +268,9 @@ TOOLS_FOUND = [
 
 
 def found_by_a_reader() -> list[Case]:
-    """Pairs that are different, and were taken for the same until somebody who had read the rule looked for them."""
+    """Pairs that are different, and were taken for the same until somebody who had read the rule
+    looked for them.
+    """
     listed = [*((sh(a), sh(b)) for a, b in SHELL_FOUND), *EDITS_FOUND, *TOOLS_FOUND]
     return [Case("found", False, one, other) for one, other in listed]
 

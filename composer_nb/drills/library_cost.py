@@ -1,7 +1,7 @@
 """What a library for the dialects would cost, and what it makes of odd answers: any-llm beside httpx alone.
 
-`python -m composer_nb.drills.library_cost --python OTHER/bin/python [--write]` needs an environment of its own
-with `any-llm-sdk[anthropic,openai,gemini]`; `--write` keeps the result in `library_cost.json`.
+`python -m composer_nb.drills.library_cost --python OTHER/bin/python [--write]` needs an environment of its
+own with `any-llm-sdk[anthropic,openai,gemini]`; `--write` keeps the result in `library_cost.json`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def told(name, extras):
     licence = every[name].metadata.get("License-Expression") or every[name].metadata.get("License")
     return {"version": version(name), "licence": licence, "packages": len(seen), "MB": round(size / 1e6, 1)}
 
-print(json.dumps({"any-llm-sdk": told("any-llm-sdk", {"anthropic", "openai", "gemini"}), "httpx": told("httpx", set())}))
+print(json.dumps({"any-llm-sdk": told("any-llm-sdk", {"anthropic", "openai", "gemini"}), \
+"httpx": told("httpx", set())}))
 """
 
 

@@ -266,7 +266,10 @@ def _german(made: Maker) -> str:
 
 
 def _french(made: Maker) -> str:
-    body = f"{made.rng.choice('12')}{made.rng.randrange(40, 99)}{made.rng.randrange(1, 13):02}75{made.some(6, '123456789')}"
+    body = (
+        f"{made.rng.choice('12')}{made.rng.randrange(40, 99)}{made.rng.randrange(1, 13):02}"
+        f"75{made.some(6, '123456789')}"
+    )
     return f"{body}{97 - int(body) % 97:02}"
 
 

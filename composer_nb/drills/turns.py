@@ -1,4 +1,6 @@
-"""Instruments for step times: trainers that take one step each in turn, a clock, and the memory of this process."""
+"""Instruments for step times: trainers that take one step each in turn, a clock, and the memory
+of this process.
+"""
 
 from __future__ import annotations
 

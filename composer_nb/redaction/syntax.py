@@ -119,8 +119,8 @@ _SAID = [re.compile(name + _IS) for name in _NAMED]
 _MEASURE = re.compile(
     r"[\d.,x–-]+[-_ ]?(?:bit|byte|char|digit|letter|word|day|hour|minute|second|min|sec|m|h|d|kb|mb|px|%)"
     r"(?:s|acters?)?(?![a-z0-9])"
-    r"|(?:sha|md|base|utf|aes|rsa|hs|rs|es|ed|oauth|http|v|p|x|python|type|part|step|version)[-_]?\d+(?:[-_.]|\Z)"
-    r"|[\w.-]*/|[\d.:-]+\Z|[a-z_.]+\("
+    r"|(?:sha|md|base|utf|aes|rsa|hs|rs|es|ed|oauth|http|v|p|x|python|type|part|step|version)"
+    r"[-_]?\d+(?:[-_.]|\Z)|[\w.-]*/|[\d.:-]+\Z|[a-z_.]+\("
 )
 
 

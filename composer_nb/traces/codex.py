@@ -127,8 +127,8 @@ def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
 
 # %% ../../nbs/data/09_codex.ipynb #codex013s
 _BY_PROGRAM = re.compile(
-    r"<(?:environment_context|user_instructions|turn_aborted|user_action|skill\b|permissions|collaboration_mode"
-    r"|INSTRUCTIONS)|# AGENTS\.md instructions"
+    r"<(?:environment_context|user_instructions|turn_aborted|user_action|skill\b|permissions"
+    r"|collaboration_mode|INSTRUCTIONS)|# AGENTS\.md instructions"
 )
 
 

@@ -150,7 +150,7 @@ def answers_of_turns(completion: Sequence[Mapping[str, Any]], turns: Sequence[An
     ]
     surface, found, at = JsonCalls(), [], 0
     for turn in turns:
-        given = lambda c: surface.write(Call(c[1], {k: v for k, v in c[2].items() if v is not None}))  # noqa: E731
+        given = lambda c: surface.write(Call(c[1], {k: v for k, v in c[2].items() if v is not None}))
         place = next((i for i in range(at, len(calls)) if given(calls[i]) == turn.said), None)
         found.append(None if place is None else calls[place][0])
         at = at if place is None else place + 1

@@ -259,12 +259,12 @@ def write_sample_book(root: Path) -> Path:
         "format: jb-book\nroot: intro\nparts:\n"
         "  - caption: Kernels\n    chapters: [{file: book/parts/kernels}, {file: nbs/00_core}, "
         "{file: nbs/01_policy}]\n"
-        f"  - caption: Spikes\n    chapters:\n      - file: book/results\n      - file: book/explorer\n      - file: "
-        f"spikes/{SPIKE}/spike\n"
+        "  - caption: Spikes\n    chapters:\n      - file: book/results\n      - file: book/explorer\n"
+        f"      - file: spikes/{SPIKE}/spike\n"
         f"        sections: [{{glob: spikes/{SPIKE}/runs/*/spike}}]\n"
-        "  - caption: About\n    chapters: [{file: book/which_channel}, {file: book/status}, {file: book/claims}, "
-        "{file: book/composer_map}, "
-        "{file: book/glossary},\n               {file: book/api/index, sections: [{glob: book/api/part_*}]}, "
+        "  - caption: About\n    chapters: [{file: book/which_channel}, {file: book/status}, "
+        "{file: book/claims}, {file: book/composer_map}, {file: book/glossary},\n"
+        "               {file: book/api/index, sections: [{glob: book/api/part_*}]}, "
         "{file: book/references}]\n"
     )
     return root

@@ -19,7 +19,8 @@ NEW = OLD + 0.3 * torch.sin(2.1 * STEPS).view(3, 4)
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.0], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]])
 
-RECORDED = {  # SDPG's are minus the gradient of its loss at log-probs equal to the old ones, times the token count
+# SDPG's are minus the gradient of its loss at log-probs equal to the old ones, times the token count.
+RECORDED = {
     "SDPG": [
         [1.2959999999999998, 1.2686910420788444, 1.104, 1.104],
         [-0.6439999999999999, -0.6439999999999999, -0.6925472225600264, 0.0],

@@ -45,8 +45,8 @@ class Verl:
         self.environment, self.files = environment, (scratch / "in.safetensors", scratch / "out.safetensors")
         self.log = (scratch / "stderr.txt").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "verl_oracle.py")], env=variables(environment), cwd=scratch, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+            [sys.executable, str(HERE / "verl_oracle.py")], env=variables(environment), cwd=scratch,
+            text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
         )  # fmt: skip
         self.about = self.read()
 

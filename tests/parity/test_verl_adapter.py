@@ -1,7 +1,8 @@
-"""verl's own `TrainingWorker` (FSDP2 engine, CPU, gloo) with our loss, against `compose_loss` on the same batch:
-loss and gradient, on one rank and on two.
+"""verl's own `TrainingWorker` (FSDP2 engine, CPU, gloo) with our loss, against `compose_loss` on the same
+batch: loss and gradient, on one rank and on two.
 
-It runs in the environment of verl, in processes of its own; where that cannot be made the tests fail and say why.
+It runs in the environment of verl, in processes of its own; where that cannot be made the tests fail and say
+why.
 """
 
 import json
@@ -30,7 +31,8 @@ LOSS, GRADIENT = 1e-6, 1e-5  # relative, in fp32
 WORKER = ("-W", "ignore", "-m", "composer_nb.drills.verl_worker")
 TORCHRUN = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *WORKER[2:])
 CASES: dict[str, dict[str, object]] = {
-    "all": {"policy_kind": "dapo", "epsilon_high": 0.28, "alpha_sdpo": 0.5, "beta_replay": 0.3, "kl_coef": 0.1, "kl_estimator": "k3"},
+    "all": {"policy_kind": "dapo", "epsilon_high": 0.28, "alpha_sdpo": 0.5, "beta_replay": 0.3,
+            "kl_coef": 0.1, "kl_estimator": "k3"},
     "sequences": {
         "policy_kind": "grpo", "alpha_sdpo": 0.7, "sdpo_jsd_beta": 1.0, "sdpo_top_k": 20, "sdpo_is_cap": 2.0,
         "sdpo_reduction": "seq-mean-token-mean", "beta_replay": 0.5, "dpo_variant": "simpo",
