@@ -143,8 +143,9 @@ class BatchServer(DialectServer):
             raise Wrong("anthropic-version: header is required")
         if dialect not in (*URLS, "anthropic"):
             return 404, error_body(dialect, 404, f"no such path: {path}")
+        never = f"before-{step}" in self.lose
         self.wait(f"before-{step}")
-        if f"before-{step}" in self.lose:
+        if never:
             raise Dropped
         with self._lock:
             told = self._done(step, dialect, path, query, headers, raw)

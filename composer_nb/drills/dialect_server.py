@@ -71,7 +71,7 @@ class DialectServer:
     def __enter__(self) -> DialectServer:
         self.server = _Server(("127.0.0.1", 0), self.handler)
         self.server.owner = self
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
         return self
 

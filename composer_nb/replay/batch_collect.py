@@ -95,13 +95,15 @@ async def _file(line: BatchLine, of: _Results) -> None:
     "Read a line whose bytes are on disk, and write what it comes to."
     one, out = of.open[line.key], of.out
     if line.body is None:
-        out.released[line.reason] += await _release(of.ledger, [one], line.reason)
+        await _release(of.ledger, [one], line.reason)
+        out.released[line.reason] += 1
         return
     try:
         reply = of.teacher.read(_question(one.key, one.teacher), [Attempt(200, line.body)])
     except TeacherStop as stop:  # an error in the place of an answer
         if was_refused(stop):
-            out.released[str(stop)] += await _release(of.ledger, [one], str(stop))
+            await _release(of.ledger, [one], str(stop))
+            out.released[str(stop)] += 1
         else:
             out.unread[str(stop)] += 1
         return
