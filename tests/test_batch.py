@@ -177,6 +177,17 @@ def test_a_thousand_in_one_batch_take_seconds(server, tmp_path):
     assert len(server.batches) == 1
 
 
+def test_a_live_replay_before_the_answers_are_collected_is_counted_too(server, tmp_path):
+    """It knows of no batch and pays once more; the books say so, and what is collected later is not lost."""
+    asked = teacher(server)
+    send(asked, tmp_path / "l", STATES[:3])
+    assert live(asked, tmp_path / "l", STATES[:3]).calls == 3
+    server.finish()
+    assert collect(asked, tmp_path / "l").answered == 3
+    with Ledger(tmp_path / "l") as ledger:
+        assert not ledger.open_requests and ledger.spent_usd == pytest.approx(3 * 3 * ONE, abs=1e-12)
+
+
 # The ceiling
 
 
@@ -524,7 +535,7 @@ def test_a_batch_that_was_cut_off_owes_nothing_for_what_it_lacks(server, tmp_pat
     assert came.answered == 6 and sum(came.released.values()) == 6 and came.missing == []
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fates=st.dictionaries(st.integers(0, 11), st.sampled_from(
         "errored expired canceled dropped doubled foreign broken".split())),

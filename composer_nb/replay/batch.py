@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,10 +214,10 @@ def _parcels(chooser: _Chooser, states: Iterable[TraceState], check: Check) -> I
 
 # %% ../../nbs/replay/24_batch.ipynb #bat014
 async def _ship(
-    parcel: _Parcel, teacher: HTTPTeacher, ledger: Ledger, notes: Notes, out: SimpleNamespace
+    parcel: _Parcel, service: BatchService, ledger: Ledger, notes: Notes, out: SimpleNamespace
 ) -> bool:
     "Send a parcel; whether another may go. Raises TeacherStop where every one would be refused."
-    keys = {ask.request.key: (0, ask.worst_usd) for ask, _ in parcel.asks}
+    keys, teacher = {ask.request.key: (0, ask.worst_usd) for ask, _ in parcel.asks}, service.teacher
     own = teacher.name, teacher.model, teacher.endpoint
     note = Note(secrets.token_hex(8), *own, math.floor(1000 * time.time()) / 1000, keys)
     notes.put(note)
@@ -226,8 +226,7 @@ async def _ship(
     keys = {key: (attempt, usd) for (key, (_, usd)), attempt in zip(keys.items(), attempts)}
     notes.put(note := replace(note, keys=keys))
     try:
-        async with BatchService(teacher) as service:
-            made = await service.create(parcel.lines, note.name)
+        made = await service.create(parcel.lines, note.name)
     except BatchTrouble as trouble:
         if trouble.sure:
             await _given_back(note, ledger, notes, trouble.why)
@@ -268,11 +267,12 @@ async def send_batch(
     written; LedgerInUse; and what `check` raises. Source: the rows of `BATCHES`.
     """
     half, out = at_batch_price(teacher), SimpleNamespace(**vars(Sent()))
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         book = stack.enter_context(_opened(ledger, dry_run))
         notes = _notes(book, dry_run)
         if not dry_run:
             stack.enter_context(book.lock())
+            service = await stack.enter_async_context(BatchService(half))
             await _unsent(notes, book, teacher)
         planner = Planner([half], book, allow_same_vendor)
         chooser = _Chooser(planner, Budget(max_total_usd, book.committed_usd), out, most)
@@ -283,7 +283,7 @@ async def send_batch(
                 out.sent += len(parcel.asks)
                 out.reserved_usd += parcel.reserved_usd
             elif going:
-                going = await _ship(parcel, half, book, notes, out)
+                going = await _ship(parcel, service, book, notes, out)
             else:
                 out.refused["after one that was not taken"] += len(parcel.asks)
     return Sent(**vars(out))

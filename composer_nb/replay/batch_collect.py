@@ -179,7 +179,7 @@ class _Collector:
                     raise
                 self.gone.append(stop)
                 del self.left[note.name]
-        self.out.waiting = sum(len(note.keys) for note in self.left.values())
+        self.out.waiting = sum(len(note.opened(self.ledger)) for note in self.left.values())
 
     async def _look_at(self, note: Note) -> None:
         if note.id:
