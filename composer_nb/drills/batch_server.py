@@ -1,10 +1,10 @@
-"""Services that take questions in batches, as their vendors document it: OpenAI's Batch API at `openai`, `chat`
-and `responses`, Anthropic's Message Batches at `anthropic`. Live questions are answered as `DialectServer` does.
+"""Services that take questions in batches, as their vendors document it: OpenAI's Batch API at `openai`,
+`chat` and `responses`, Anthropic's Message Batches at `anthropic`. Live questions are answered too.
 
 Files and batches are in memory; a batch ends when `finish` is called, and its answers depend on the question
-alone. What goes wrong is said by attributes: `fates` (by place in a batch: errored, expired, canceled, dropped,
-doubled, foreign, broken), `shuffle`, `refuse` (a step and the status it gets), `lose` (steps that are done and
-never answered), `hold` (a step that waits until `go` is set; `reached` says that it does).
+alone. What goes wrong is said by attributes: `fates` (by place in a batch: errored, expired, canceled,
+dropped, doubled, foreign, broken), `shuffle`, `refuse` (a step and the status it gets), `lose` (steps that
+are done and never answered), `hold` (a step that waits until `go` is set; `reached` says that it does).
 
     with BatchServer() as server: ... server.url("openai"), server.finish(), server.charged_tokens
 """
@@ -41,7 +41,7 @@ def name_of_question(value: Any, where: str) -> None:
 
 @dataclass
 class Batch:
-    """A batch of one account: its questions under their names, and once it has ended the lines of its results."""
+    """A batch: its questions under their names, and once it has ended the lines of its results."""
 
     id: str
     dialect: str
@@ -56,6 +56,96 @@ class Batch:
     def counts(self) -> dict[str, int]:
         done = [fate if fate in ("errored", "canceled", "expired") else "succeeded" for fate in self.fates]
         return {name: done.count(name) for name in COUNTS} | {"processing": len(self.questions) - len(done)}
+
+
+def step_of(method: str, path: str) -> str:
+    if path == "/files":
+        return "upload"
+    if re.fullmatch(r"/files/[^/]+/content|/messages/batches/[^/]+/results", path):
+        return "results"
+    if path in ("/batches", "/messages/batches"):
+        return "create" if method == "POST" else "list"
+    return "look" if re.fullmatch(r"/(messages/)?batches/[^/]+", path) else "live"
+
+
+def file_of(headers: Any, raw: bytes) -> bytes:
+    """The file of an upload. Raises Wrong for another form than multipart."""
+    found = re.fullmatch(r"multipart/form-data; boundary=(\S+)", headers.get("content-type", ""))
+    if found is None:
+        raise Wrong("file: expected multipart/form-data")
+    parts = {}
+    for part in raw.split(b"--" + found[1].encode())[1:-1]:
+        head, _, body = part.partition(b"\r\n\r\n")
+        parts[re.search(rb'name="(\w+)"', head)[1].decode()] = body.removesuffix(b"\r\n")
+    if parts.keys() != {"file", "purpose"} or parts["purpose"] != b"batch":
+        raise Wrong("a file for a batch needs file and purpose=batch")
+    return parts["file"]
+
+
+def made_of(dialect: str, job: Json, files: dict[str, bytes], id: str) -> Batch:
+    """The batch that a body asks for. Raises Wrong for what the documents do not allow."""
+    if dialect == "anthropic":
+        check(job, {"requests": [{"custom_id": name_of_question, "params": SHAPES["anthropic"]}]})
+        questions = [(one["custom_id"], one["params"]) for one in job["requests"]]
+        batch, most = Batch(id, dialect, questions), 100_000
+    else:
+        url = URLS[dialect]
+        check(job, {"input_file_id": set(files), "endpoint": {url}, "completion_window": {"24h"},
+                    "metadata?": dict})  # fmt: skip
+        lines = [json.loads(line) for line in files[job["input_file_id"]].splitlines()]
+        check(lines, [{"custom_id": str, "method": {"POST"}, "url": {url}, "body": SHAPES[dialect]}])
+        questions = [(line["custom_id"], line["body"]) for line in lines]
+        batch, most = Batch(id, dialect, questions, job.get("metadata", {})), 50_000
+    if len({name for name, _ in questions}) < len(questions) or len(questions) > most:
+        raise Wrong("custom_id must be unique, and there is a limit to their number")
+    for _, body in questions:
+        HEARD.get(dialect, heard_chat)(body)
+    return batch
+
+
+def told_of(batch: Batch) -> Json:
+    ended, counts = batch.status != "in_progress", batch.counts()
+    if batch.dialect == "anthropic":
+        at = datetime.fromtimestamp(batch.at, UTC).isoformat().replace("+00:00", "Z")
+        url = f"https://elsewhere.invalid/v1/messages/batches/{batch.id}/results"
+        return {"id": batch.id, "type": "message_batch", "created_at": at, "request_counts": counts,
+                "processing_status": "ended" if ended else "in_progress",
+                "results_url": url if ended else None}  # fmt: skip
+    failed = counts["errored"] + counts["canceled"] + counts["expired"]
+    told = {"total": len(batch.questions), "completed": counts["succeeded"], "failed": failed}
+    void = batch.status == "failed"
+    errors = {"data": [{"code": "invalid", "message": "a bad file"}]} if void else None
+    kept = batch.metadata if batch.dialect != "chat" else {}
+    return {"id": batch.id, "object": "batch", "status": batch.status, "created_at": int(batch.at),
+            "request_counts": told, "metadata": kept, "errors": errors,
+            "output_file_id": f"out-{batch.id}" if ended and batch.good else None,
+            "error_file_id": f"err-{batch.id}" if ended and batch.bad else None}  # fmt: skip
+
+
+def page_of(mine: list[Batch], query: dict[str, list[str]], dialect: str) -> Json:
+    """Two a page, the newest first, so that whoever reads one page only is found out."""
+    after = query.get("after_id" if dialect == "anthropic" else "after", [""])[0]
+    newest = mine[::-1]
+    start = next((i + 1 for i, batch in enumerate(newest) if batch.id == after), 0)
+    page = [told_of(batch) for batch in newest[start : start + 2]]
+    return {"data": page, "has_more": start + 2 < len(newest)}
+
+
+def action_of(dialect: str, body: Json) -> Action:
+    """What is answered to a question: a function of its last text."""
+    return Action(f"re: {HEARD.get(dialect, heard_chat)(body)[1][-1][-1]} \u2028 done")
+
+
+def no_answer(dialect: str, name: str, fate: str) -> Json:
+    if dialect == "anthropic":
+        error = error_body(dialect, 500, "it fell over", "api_error")
+        result = {"type": fate} | ({"error": error} if fate == "errored" else {})
+        return {"custom_id": name, "result": result}
+    if fate == "errored":
+        response = {"status_code": 500, "request_id": "r", "body": error_body(dialect, 500, "it fell over")}
+        return {"id": "batch_req", "custom_id": name, "response": response, "error": None}
+    error = {"code": f"batch_{fate}", "message": "not in time"}
+    return {"id": "batch_req", "custom_id": name, "response": None, "error": error}
 
 
 class _BatchHandler(_Handler):
@@ -109,7 +199,7 @@ class BatchServer(DialectServer):
 
     @property
     def charged_tokens(self) -> tuple[int, int]:
-        """Prompt and completion tokens of all answers in ended batches: what the account pays half price for."""
+        """Prompt and completion tokens of all answers in batches: what is paid at half price."""
         return self.charged * PROMPT, self.charged * (OUT + THOUGHT)
 
     def batches_of(self, dialect: str) -> list[Batch]:
@@ -127,8 +217,10 @@ class BatchServer(DialectServer):
             self.reached.set()
             self.go.wait(30)
 
-    def routed(self, method: str, dialect: str, path: str, query: str, headers: Any, raw: bytes) -> tuple[int, Any]:
-        step = self._step(method, path)
+    def routed(
+        self, method: str, dialect: str, path: str, query: str, headers: Any, raw: bytes
+    ) -> tuple[int, Any]:
+        step = step_of(method, path)
         if step == "live":
             with self._lock:
                 self.live += 1
@@ -154,94 +246,29 @@ class BatchServer(DialectServer):
             raise Dropped
         return told
 
-    def _step(self, method: str, path: str) -> str:
-        if path == "/files":
-            return "upload"
-        if re.fullmatch(r"/files/[^/]+/content|/messages/batches/[^/]+/results", path):
-            return "results"
-        if path in ("/batches", "/messages/batches"):
-            return "create" if method == "POST" else "list"
-        return "look" if re.fullmatch(r"/(messages/)?batches/[^/]+", path) else "live"
-
-    def _done(self, step: str, dialect: str, path: str, query: str, headers: Any, raw: bytes) -> tuple[int, Any]:
+    def _done(
+        self, step: str, dialect: str, path: str, query: str, headers: Any, raw: bytes
+    ) -> tuple[int, Any]:
         if step == "upload":
-            return 200, self._upload(headers, raw)
+            id, file = f"file-{len(self.files)}", file_of(headers, raw)
+            self.files[id] = file
+            return 200, {"id": id, "object": "file", "bytes": len(file), "purpose": "batch"}
         if step == "create":
-            batch = self._made(dialect, json.loads(raw))
+            batch = made_of(dialect, json.loads(raw), self.files, f"batch_{len(self.batches)}")
             self.batches.append(batch)
-            return 200, self._told(batch)
+            return 200, told_of(batch)
         mine = self.batches_of(dialect)
         if step == "list":
-            return 200, self._listed(mine, parse_qs(query), dialect)
+            return 200, page_of(mine, parse_qs(query), dialect)
         if step == "look":
             self.looks += 1
-            found = [self._told(batch) for batch in mine if path.endswith(f"/{batch.id}")]
+            found = [told_of(batch) for batch in mine if path.endswith(f"/{batch.id}")]
         else:
             files = {f"/files/out-{b.id}/content": b.good for b in mine} if dialect != "anthropic" else {}
             files |= {f"/files/err-{b.id}/content": b.bad for b in mine}
             files |= {f"/messages/batches/{b.id}/results": b.good for b in mine if b.status == "ended"}
             found = [files[path]] if path in files else []
         return (200, found[0]) if found else (404, error_body(dialect, 404, f"no such thing: {path}"))
-
-    def _upload(self, headers: Any, raw: bytes) -> Json:
-        found = re.fullmatch(r"multipart/form-data; boundary=(\S+)", headers.get("content-type", ""))
-        if found is None:
-            raise Wrong("file: expected multipart/form-data")
-        parts = {}
-        for part in raw.split(b"--" + found[1].encode())[1:-1]:
-            head, _, body = part.partition(b"\r\n\r\n")
-            parts[re.search(rb'name="(\w+)"', head)[1].decode()] = body.removesuffix(b"\r\n")
-        if parts.keys() != {"file", "purpose"} or parts["purpose"] != b"batch":
-            raise Wrong("a file for a batch needs file and purpose=batch")
-        id = f"file-{len(self.files)}"
-        self.files[id] = parts["file"]
-        return {"id": id, "object": "file", "bytes": len(parts["file"]), "purpose": "batch"}
-
-    def _made(self, dialect: str, job: Json) -> Batch:
-        id = f"batch_{len(self.batches)}"
-        if dialect == "anthropic":
-            check(job, {"requests": [{"custom_id": name_of_question, "params": SHAPES["anthropic"]}]})
-            questions = [(one["custom_id"], one["params"]) for one in job["requests"]]
-            batch, most = Batch(id, dialect, questions), 100_000
-        else:
-            url = URLS[dialect]
-            check(job, {"input_file_id": set(self.files), "endpoint": {url}, "completion_window": {"24h"},
-                        "metadata?": dict})  # fmt: skip
-            lines = [json.loads(line) for line in self.files[job["input_file_id"]].splitlines()]
-            check(lines, [{"custom_id": str, "method": {"POST"}, "url": {url}, "body": SHAPES[dialect]}])
-            questions = [(line["custom_id"], line["body"]) for line in lines]
-            batch, most = Batch(id, dialect, questions, job.get("metadata", {})), 50_000
-        if len({name for name, _ in questions}) < len(questions) or len(questions) > most:
-            raise Wrong("custom_id must be unique, and there is a limit to their number")
-        for _, body in questions:
-            HEARD.get(dialect, heard_chat)(body)
-        return batch
-
-    def _told(self, batch: Batch) -> Json:
-        ended, counts = batch.status != "in_progress", batch.counts()
-        if batch.dialect == "anthropic":
-            at = datetime.fromtimestamp(batch.at, UTC).isoformat().replace("+00:00", "Z")
-            url = f"https://elsewhere.invalid/v1/messages/batches/{batch.id}/results"
-            return {"id": batch.id, "type": "message_batch", "created_at": at, "request_counts": counts,
-                    "processing_status": "ended" if ended else "in_progress",
-                    "results_url": url if ended else None}  # fmt: skip
-        failed = counts["errored"] + counts["canceled"] + counts["expired"]
-        told = {"total": len(batch.questions), "completed": counts["succeeded"], "failed": failed}
-        void = batch.status == "failed"
-        errors = {"data": [{"code": "invalid", "message": "a bad file"}]} if void else None
-        kept = batch.metadata if batch.dialect != "chat" else {}
-        return {"id": batch.id, "object": "batch", "status": batch.status, "created_at": int(batch.at),
-                "request_counts": told, "metadata": kept, "errors": errors,
-                "output_file_id": f"out-{batch.id}" if ended and batch.good else None,
-                "error_file_id": f"err-{batch.id}" if ended and batch.bad else None}  # fmt: skip
-
-    def _listed(self, mine: list[Batch], query: dict[str, list[str]], dialect: str) -> Json:
-        """Two a page, the newest first, so that whoever reads one page only is found out."""
-        after = query.get("after_id" if dialect == "anthropic" else "after", [""])[0]
-        newest = mine[::-1]
-        start = next((i + 1 for i, batch in enumerate(newest) if batch.id == after), 0)
-        page = [self._told(batch) for batch in newest[start : start + 2]]
-        return {"data": page, "has_more": start + 2 < len(newest)}
 
     def finish(self, count: int | None = None, *, status: str = "completed") -> None:
         """End the batches under way, or the first `count` of them. `status`: completed, expired, cancelled or
@@ -250,32 +277,9 @@ class BatchServer(DialectServer):
             for batch in [b for b in self.batches if b.status == "in_progress"][:count]:
                 batch.status = "ended" if batch.dialect == "anthropic" else status
                 if status != "failed":
-                    self._answer_all(batch)
+                    answer_all(batch, self)
 
-    def _answer_all(self, batch: Batch) -> None:
-        good, bad = [], []
-        for place, (name, body) in enumerate(batch.questions):
-            fate = self.fates.get(place, "ok")
-            batch.fates.append(fate)
-            if fate in ("errored", "expired", "canceled"):
-                bad.append(json.dumps(self._no_answer(batch.dialect, name, fate)).encode())
-                continue
-            self.charged += 1
-            line = json.dumps(self._line(batch.dialect, name, self._action(batch.dialect, body), body["model"])).encode()
-            foreign = line.replace(name.encode(), b"f" * 64)
-            good += {"dropped": [], "doubled": [line, line], "broken": [line[: len(line) // 2]],
-                     "foreign": [line, foreign]}.get(fate, [line])  # fmt: skip
-        if batch.dialect == "anthropic":
-            good, bad = good + bad, []
-        if self.shuffle:
-            random.Random(7).shuffle(good)
-        batch.good, batch.bad = (b"".join(line + b"\n" for line in lines) for lines in (good, bad))
-
-    def _action(self, dialect: str, body: Json) -> Action:
-        """What is answered to a question: a function of its last text."""
-        return Action(f"re: {HEARD.get(dialect, heard_chat)(body)[1][-1][-1]} \u2028 done")
-
-    def _line(self, dialect: str, name: str, action: Action, model: str) -> Json:
+    def line(self, dialect: str, name: str, action: Action, model: str) -> Json:
         self.action = action
         _, told = super().say(dialect, model)
         if dialect == "anthropic":
@@ -283,16 +287,28 @@ class BatchServer(DialectServer):
         response = {"status_code": 200, "request_id": "r", "body": told}
         return {"id": "batch_req", "custom_id": name, "response": response, "error": None}
 
-    def _no_answer(self, dialect: str, name: str, fate: str) -> Json:
-        if dialect == "anthropic":
-            error = error_body(dialect, 500, "it fell over", "api_error")
-            return {"custom_id": name, "result": {"type": fate} | ({"error": error} if fate == "errored" else {})}
-        if fate == "errored":
-            response = {"status_code": 500, "request_id": "r", "body": error_body(dialect, 500, "it fell over")}
-            return {"id": "batch_req", "custom_id": name, "response": response, "error": None}
-        error = {"code": f"batch_{fate}", "message": "not in time"}
-        return {"id": "batch_req", "custom_id": name, "response": None, "error": error}
-
     def say(self, dialect: str, model: str) -> tuple[int, Json | bytes]:
-        self.action = self._action(dialect, self.bodies[-1])
+        self.action = action_of(dialect, self.bodies[-1])
         return super().say(dialect, model)
+
+
+def answer_all(batch: Batch, server: BatchServer) -> None:
+    """Write the lines of a batch's results, and charge for its answers."""
+    good, bad = [], []
+    for place, (name, body) in enumerate(batch.questions):
+        fate = server.fates.get(place, "ok")
+        batch.fates.append(fate)
+        if fate in ("errored", "expired", "canceled"):
+            bad.append(json.dumps(no_answer(batch.dialect, name, fate)).encode())
+            continue
+        server.charged += 1
+        told = server.line(batch.dialect, name, action_of(batch.dialect, body), body["model"])
+        line = json.dumps(told).encode()
+        foreign = line.replace(name.encode(), b"f" * 64)
+        good += {"dropped": [], "doubled": [line, line], "broken": [line[: len(line) // 2]],
+                 "foreign": [line, foreign]}.get(fate, [line])  # fmt: skip
+    if batch.dialect == "anthropic":
+        good, bad = good + bad, []
+    if server.shuffle:
+        random.Random(7).shuffle(good)
+    batch.good, batch.bad = (b"".join(line + b"\n" for line in lines) for lines in (good, bad))

@@ -182,25 +182,25 @@ class _Collector:
         self.out.waiting = sum(len(note.opened(self.ledger)) for note in self.left.values())
 
     async def _look_at(self, note: Note) -> None:
-        if note.id:
-            state = await self.service.state(note.id)
-        else:
-            state, certain = await _found(self.service, note, self.notes)
-            if state is None:
-                if certain and time.time() - note.at >= self.grace_s:
-                    await self._never_made(note)
-                return
-            note = self.left[note.name] = replace(note, id=state.id)
-            self.notes.put(note)
-        self.states[note.name] = state
-        if state.ended:
-            await _take(note, state, self)
-            del self.left[note.name]
+        state = await (self.service.state(note.id) if note.id else _adopted(note, self))
+        if state is not None:
+            self.states[note.name] = state
+            if state.ended:
+                await _take(self.left[note.name], state, self)
+                del self.left[note.name]
 
-    async def _never_made(self, note: Note) -> None:
+# %% ../../nbs/replay/24_batch_collect.ipynb #bco012b
+async def _adopted(note: Note, by: _Collector) -> BatchState | None:
+    "The batch of a note without an id, noted with it; None where there is none, or where that is not known."
+    state, certain = await _found(by.service, note, by.notes)
+    if state is not None:
+        by.left[note.name] = replace(note, id=state.id)
+        by.notes.put(by.left[note.name])
+    elif certain and time.time() - note.at >= by.grace_s:
         why = "the batch was never made"
-        self.out.released[why] += await _given_back(note, self.ledger, self.notes, why)
-        del self.left[note.name]
+        by.out.released[why] += await _given_back(note, by.ledger, by.notes, why)
+        del by.left[note.name]
+    return state
 
 # %% ../../nbs/replay/24_batch_collect.ipynb #bco013
 async def _take(note: Note, state: BatchState, by: _Collector) -> None:
