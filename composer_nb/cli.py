@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .replay.command import app as replay
+from .replay.batch_command import app as replay
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
 # %% auto #0

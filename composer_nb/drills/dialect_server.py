@@ -59,6 +59,8 @@ class _Server(ThreadingHTTPServer):
 class DialectServer:
     """All services behind one address, as a context manager. `key`: what they accept as a key."""
 
+    handler: type[_Handler] = _Handler
+
     def __init__(self, key: str = "key-0123456789abcdef") -> None:
         self.key, self.action = key, Action("hello")
         self.seen: list[tuple[str, Events]] = []
@@ -67,9 +69,9 @@ class DialectServer:
         self.asked = 0
 
     def __enter__(self) -> DialectServer:
-        self.server = _Server(("127.0.0.1", 0), _Handler)
+        self.server = _Server(("127.0.0.1", 0), self.handler)
         self.server.owner = self
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
         return self
 

@@ -387,7 +387,7 @@ class HTTPTeacher(_Asking):
         self.dialect = dialect_of(self.settings.dialect, url.host)
         check_settings(self.dialect, vars(self.settings), self.settings.options or {})
         self.endpoint = self.dialect.endpoint(self.settings.endpoint or self.base_url)
-        self.prices, self.accept_models = prices, tuple(accept_models)
+        self.prices, self.accept_models, self.transport = prices, tuple(accept_models), transport
         self.concurrency = self.limits.concurrency
         self.is_local, self.manners = _is_local(url.host), self.dialect.manners
         at_openrouter = f".{url.host}".endswith(".openrouter.ai")
