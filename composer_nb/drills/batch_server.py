@@ -113,7 +113,8 @@ def told_of(batch: Batch) -> Json:
                 "results_url": url if ended else None}  # fmt: skip
     failed = counts["errored"] + counts["canceled"] + counts["expired"]
     told = {"total": len(batch.questions), "completed": counts["succeeded"], "failed": failed}
-    void = batch.status == "failed"
+    void = batch.status == "failed"  # before any line was counted
+    told = dict.fromkeys(told, 0) if void else told
     errors = {"data": [{"code": "invalid", "message": "a bad file"}]} if void else None
     kept = batch.metadata if batch.dialect != "chat" else {}
     return {"id": batch.id, "object": "batch", "status": batch.status, "created_at": int(batch.at),

@@ -19,6 +19,8 @@ _HOME = {
     "gate": "AskAll Decision Gate Miss VOIGate drop_vendor",
     "account": "Estimate Replay",
     "asking": "ledgered_reply",
+    "batch": "Sent send_batch",
+    "batch_collect": "Collected collect_batch",
     "runner": "ReplayOptions replay_trace replay_trace_sync",
     "consensus": "Consensus EmbeddingJudge LLMJudge TextJudge exact hidden_state_embedder",
     "export": "student_messages",
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from composer_nb.replay.account import Estimate, Replay
     from composer_nb.replay.actions import canonical_action, same_action, speller
     from composer_nb.replay.asking import ledgered_reply
+    from composer_nb.replay.batch import Sent, send_batch
+    from composer_nb.replay.batch_collect import Collected, collect_batch
     from composer_nb.replay.budget import Budget
     from composer_nb.replay.consensus import (
         Consensus,

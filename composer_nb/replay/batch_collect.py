@@ -192,6 +192,10 @@ class _Collector:
 # %% ../../nbs/replay/24_batch_collect.ipynb #bco012b
 async def _adopted(note: Note, by: _Collector) -> BatchState | None:
     "The batch of a note without an id, noted with it; None where there is none, or where that is not known."
+    if not note.opened(by.ledger):  # given back, and killed before the note said so
+        by.notes.put(replace(note, keys={}))
+        del by.left[note.name]
+        return None
     state, certain = await _found(by.service, note, by.notes)
     if state is not None:
         by.left[note.name] = replace(note, id=state.id)

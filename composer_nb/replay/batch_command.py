@@ -61,7 +61,7 @@ def _send(plan: ReplayPlan, states: list[Any], dry_run: bool) -> tuple[list[Sent
         try:
             sending = send_batch(states, teacher, plan.ledger, max(0.0, plan.ceiling_usd - held), **told)
             out.append(in_thread(sending))
-            typer.echo(_line(teacher.name, vars(out[-1])))
+            typer.echo(_line(teacher.name + " (planned)" * dry_run, vars(out[-1])))
         except TeacherStop as stop:
             typer.echo(str(stop), err=True)
             stopped = True
