@@ -62,7 +62,9 @@ def send(asked, path, states=STATES, ceiling=1.0, **more):
 
 
 def collect(asked, path, **more):
-    return asyncio.run(collect_batch(asked, path, **({"wait": False, "grace_s": 0, "progress": False} | more)))
+    return asyncio.run(
+        collect_batch(asked, path, **({"wait": False, "grace_s": 0, "progress": False} | more))
+    )
 
 
 def live(asked, path, states=STATES):
@@ -175,15 +177,18 @@ def test_a_thousand_in_one_batch_take_seconds(server, tmp_path):
     assert len(server.batches) == 1
 
 
-def test_a_live_replay_before_the_answers_are_collected_is_counted_too(server, tmp_path):
-    """It knows of no batch and pays once more; the books say so, and what is collected later is not lost."""
+def test_a_live_replay_leaves_what_waits_in_a_batch_and_asks_the_rest(server, tmp_path):
     asked = teacher(server)
     send(asked, tmp_path / "l", STATES[:3])
-    assert live(asked, tmp_path / "l", STATES[:3]).calls == 3
+    done = live(asked, tmp_path / "l", STATES[:4])
+    assert done.calls == 1 and server.live == 1
+    assert [miss.reason for miss in done.unasked] == ["in a batch: collect it first, or it is paid twice"] * 3
     server.finish()
     assert collect(asked, tmp_path / "l").answered == 3
+    again = live(asked, tmp_path / "l", STATES[:4])
+    assert again.calls == 0 and not again.unasked
     with Ledger(tmp_path / "l") as ledger:
-        assert not ledger.open_requests and ledger.spent_usd == pytest.approx(3 * 3 * ONE, abs=1e-12)
+        assert not ledger.open_requests and ledger.spent_usd == pytest.approx(5 * ONE, abs=1e-12)
 
 
 # The ceiling
@@ -200,7 +205,9 @@ def test_the_ceiling_is_never_passed(server, tmp_path, calls, most):
     dry = send(asked, tmp_path / "l", same, ceiling, most=most, dry_run=True)
     assert not (tmp_path / "l").exists() and not server.batches
     sent = send(asked, tmp_path / "l", same, ceiling, most=most)
-    assert (sent.sent, sent.beyond) == (dry.sent, dry.beyond) == (min(12, int(calls)), 12 - min(12, int(calls)))
+    assert (
+        (sent.sent, sent.beyond) == (dry.sent, dry.beyond) == (min(12, int(calls)), 12 - min(12, int(calls)))
+    )
     assert len(server.batches) == (-(-sent.sent // (most or 50_000)))
     with Ledger(tmp_path / "l") as ledger:
         assert ledger.committed_usd == pytest.approx(sent.reserved_usd) and ledger.committed_usd <= ceiling
@@ -268,7 +275,11 @@ def killed(server, name, folder, what, ready=lambda: True):
     server.go.set()
 
 
-STEPS = [(name, step) for name in ("openai", "responses", "anthropic") for step in ("before-create", "after-create")]
+STEPS = [
+    (name, step)
+    for name in ("openai", "responses", "anthropic")
+    for step in ("before-create", "after-create")
+]
 STEPS += [("openai", "before-upload"), ("openai", "after-upload")]
 
 
@@ -286,7 +297,9 @@ def test_a_kill_while_a_batch_is_sent(server, name, step, tmp_path):
         assert len(ledger.open_requests) == 12
     (note,) = Notes(path).of(asked)
     assert note.went_out and not note.id
-    assert send(asked, path).open == 12 and len(server.batches) == made  # nothing goes while that is not known
+    assert (
+        send(asked, path).open == 12 and len(server.batches) == made
+    )  # nothing goes while that is not known
     if not made:
         assert collect(asked, path, grace_s=600).waiting == 12  # a list may be slow
         came = collect(asked, path)
@@ -338,7 +351,9 @@ def test_a_disk_that_takes_no_note(server, tmp_path, monkeypatch, writes):
     assert came.released == ({"killed before the batch was sent": 12} if writes == 2 else {})
     with Ledger(path) as ledger:
         assert {(o.key, o.attempt) for o in ledger.open_requests} >= {(request.key, lost)}
-        ledger.settle_sync(next(o for o in ledger.open_requests if o.attempt == lost and o.key == request.key), 0.0, "")
+        ledger.settle_sync(
+            next(o for o in ledger.open_requests if o.attempt == lost and o.key == request.key), 0.0, ""
+        )
     assert send(asked, path).sent == (0 if writes == 3 else 12)
     server.finish()
     assert collect(asked, path).answered == 12 and is_settled(path, server)
@@ -487,7 +502,9 @@ def test_a_batch_that_is_gone_keeps_nobody_from_the_others(server, tmp_path):
         collect(teacher(server), tmp_path / "l")
     assert stop.value.status == 404
     with Ledger(tmp_path / "l") as ledger:
-        assert len(ledger) == 6 and {o.key for o in ledger.open_requests} == {key for key, _ in gone.questions}
+        assert len(ledger) == 6 and {o.key for o in ledger.open_requests} == {
+            key for key, _ in gone.questions
+        }
 
 
 @pytest.mark.parametrize("status, why", [(429, "http_429"), (400, "bad_request: refused with 400")])
@@ -597,7 +614,9 @@ def test_a_batch_that_was_cut_off_owes_nothing_for_what_it_lacks(server, tmp_pat
         "errored expired canceled dropped doubled foreign broken".split())),
     shuffle=st.booleans(), name=st.sampled_from(NAMES), most=st.sampled_from([2, 5, None]),
 )  # fmt: skip
-def test_whatever_comes_the_books_hold_what_may_be_charged(server, tmp_path_factory, fates, shuffle, name, most):
+def test_whatever_comes_the_books_hold_what_may_be_charged(
+    server, tmp_path_factory, fates, shuffle, name, most
+):
     path = tmp_path_factory.mktemp("any") / "l"
     server.batches, server.charged = [], 0
     server.shuffle, server.fates, asked = shuffle, fates, teacher(server, name)
@@ -629,7 +648,10 @@ def test_a_line_longer_than_any_answer_is_broken_and_the_others_come(server, tmp
 def test_any_line_is_read_without_an_error(line):
     for row in BATCHES.values():
         assert batch_wire._line(row, line) is None
-        for told in ({}, {"request_counts": [], "created_at": "x", "errors": {"data": [3]}, "status": "failed"}):
+        for told in (
+            {},
+            {"request_counts": [], "created_at": "x", "errors": {"data": [3]}, "status": "failed"},
+        ):
             assert row.state(told).id == ""
 
 
@@ -669,7 +691,11 @@ def test_ledgers_and_dialects_that_cannot(server, tmp_path):
 def test_a_state_that_is_not_clean_does_not_leave(tmp_path):
     away = HTTPTeacher("m", "https://example.org/v1", dialect="openai", prices=Prices("d", "s", {"m": PRICE}))
     with pytest.raises(ValueError, match="redaction replaces"):
-        send(away, tmp_path / "l", [TraceState("s", [{"role": "user", "content": "mary@example.net"}], Action("a"))])
+        send(
+            away,
+            tmp_path / "l",
+            [TraceState("s", [{"role": "user", "content": "mary@example.net"}], Action("a"))],
+        )
     with Ledger(tmp_path / "l") as ledger:
         assert not ledger.open_requests
 

@@ -30,7 +30,7 @@ from .runner import Check, _clean_check, _opened
 from ..traces import TraceState
 
 # %% auto #0
-__all__ = ['Note', 'Notes', 'Sent', 'send_batch']
+__all__ = ['Note', 'Notes', 'waiting_in_batches', 'Sent', 'send_batch']
 
 # %% ../../nbs/replay/24_batch.ipynb #bat006
 @dataclass(frozen=True)
@@ -88,6 +88,9 @@ class Notes:
         "Every batch that is known to be ours, those that are through included."
         return {note.id for note in self._all.values()}
 
+    def __iter__(self) -> Iterator[Note]:
+        return iter(self._all.values())
+
     def put(self, note: Note) -> None:
         "Write a note, in place of the one of its name; without id and keys it goes."
         self._all[note.name] = note
@@ -100,6 +103,13 @@ def _note(told: Mapping[str, Any]) -> Note:
     return Note(**{**told, "keys": keys})
 
 # %% ../../nbs/replay/24_batch.ipynb #bat008
+def waiting_in_batches(ledger: Ledger) -> frozenset[str]:
+    "Keys of the requests that are open in a batch: asked live now, they would be paid twice."
+    if ledger.path is None or ledger.offline:
+        return frozenset()
+    return frozenset(one.key for note in Notes(ledger.path) if note.keys for one in note.opened(ledger))
+
+
 async def _release(ledger: Ledger, opened: Iterable[OpenRequest], why: str) -> int:
     "Give back what bought nothing; how many."
     gone = [ledger.release(_question(o.key, o.teacher), o.attempt, why) for o in opened]

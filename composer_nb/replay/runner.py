@@ -37,8 +37,8 @@ __all__ = ['T', 'Check', 'ReplayOptions', 'replay_trace', 'replay_trace_sync', '
 class _Admission:
     "Lets calls in under the ceiling, one reservation each, and halts them all where that must be."
 
-    def __init__(self, budget: Budget, out: Replay) -> None:
-        self.budget, self.out, self.bills = budget, out, asyncio.Event()
+    def __init__(self, budget: Budget, out: Replay, waiting: Collection[str] = ()) -> None:
+        self.budget, self.out, self.bills, self.waiting = budget, out, asyncio.Event(), waiting
 
     def halt(self, why: str) -> None:
         "No more calls."
@@ -51,6 +51,8 @@ class _Admission:
             return self.out.halted
         if ask.teacher.name in self.out.stopped:
             return f"stopped: {self.out.stopped[ask.teacher.name]}"
+        if ask.request.key in self.waiting:
+            return "in a batch: collect it first, or it is paid twice"
         too_dear = ask.worst_usd > self.budget.max_total_usd
         return f"budget: {ask.worst_usd:.4g} USD at worst is more than the whole ceiling" if too_dear else ""
 
@@ -330,7 +332,9 @@ async def replay_trace(
         check = _clean_check(teachers, options.personal) if options.check == "clean" else options.check
         if options.dry_run:
             return _estimate(planner, account, states, check, budget, options.progress)
-        caller = _Caller(teachers, book, _Admission(budget, out), options.concurrency)
+        from composer_nb.replay.batch import waiting_in_batches  # which builds on this module
+
+        caller = _Caller(teachers, book, _Admission(budget, out, waiting_in_batches(book)), options.concurrency)
         await _Replayer(planner, caller, options.gate or AskAll(), account).run(
             states, check, options.grace_s
         )
