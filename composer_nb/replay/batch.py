@@ -30,7 +30,7 @@ from .runner import Check, _clean_check, _opened
 from ..traces import TraceState
 
 # %% auto #0
-__all__ = ['Note', 'Notes', 'waiting_in_batches', 'Sent', 'send_batch']
+__all__ = ['Note', 'Notes', 'in_batches', 'Sent', 'send_batch']
 
 # %% ../../nbs/replay/24_batch.ipynb #bat006
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _note(told: Mapping[str, Any]) -> Note:
     return Note(**{**told, "keys": keys})
 
 # %% ../../nbs/replay/24_batch.ipynb #bat008
-def waiting_in_batches(ledger: Ledger) -> frozenset[str]:
+def in_batches(ledger: Ledger) -> frozenset[str]:
     "Keys of the requests that are open in a batch: asked live now, they would be paid twice."
     if ledger.path is None or ledger.offline:
         return frozenset()

@@ -332,9 +332,9 @@ async def replay_trace(
         check = _clean_check(teachers, options.personal) if options.check == "clean" else options.check
         if options.dry_run:
             return _estimate(planner, account, states, check, budget, options.progress)
-        from composer_nb.replay.batch import waiting_in_batches  # which builds on this module
+        from composer_nb.replay.batch import in_batches  # which builds on this module
 
-        caller = _Caller(teachers, book, _Admission(budget, out, waiting_in_batches(book)), options.concurrency)
+        caller = _Caller(teachers, book, _Admission(budget, out, in_batches(book)), options.concurrency)
         await _Replayer(planner, caller, options.gate or AskAll(), account).run(
             states, check, options.grace_s
         )
