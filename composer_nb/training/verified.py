@@ -98,8 +98,9 @@ class VerifiedTrainer(HintTrainer):
         passed = (earned >= self.args.retake_pass).tolist()  # NaN, an answer without a reward, has not
         passed = [right and ended(self, answer) for right, (_, answer) in zip(passed, pairs)]
         self._look_at(rows, passed, earned.tolist())
-        kept = {row: pair for row, pair, right in zip(rows, pairs, passed) if right}
-        return learned_rows(self, output, kept)
+        good = {row: pair for row, pair, right in zip(rows, pairs, passed) if right}
+        contexts = {row: context for row, (context, _) in good.items()}
+        return learned_rows(self, output, {row: answer for row, (_, answer) in good.items()}, contexts)
 
     def _look_at(self, rows: Sequence[int], passed: Sequence[bool], earned: Sequence[float]) -> None:
         "The re-takes of all processes: what is logged of them, and what they say of their kinds of hint."
@@ -169,12 +170,15 @@ def turns_again(
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000015
 def learned_rows(
-    trainer: VerifiedTrainer, output: Mapping[str, Tensor], kept: Mapping[int, Learned]
-) -> dict[str, Tensor]:
-    """Verified answers by row, behind their contexts without a hint, and earlier ones in rows that have none;
-    nothing where there are neither.
+    trainer: VerifiedTrainer, output: Mapping[str, Tensor], kept: Mapping[int, list[int]],
+    contexts: Mapping[int, list[int]] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Verified answers by row, behind their `contexts` without a hint (the row's prompt where none is given),
+    and earlier ones in rows that have none; nothing where there are neither.
     """
-    rows: list[Learned] = [kept.get(row, ([], [])) for row in range(len(output["prompt_ids"]))]
+    bare = [ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"])]
+    bare = [(contexts or {}).get(row, prompt) for row, prompt in enumerate(bare)]
+    rows: list[Learned] = [(context, kept.get(row, [])) for row, context in enumerate(bare)]
     free = [row for row in range(len(rows)) if row not in kept]
     earlier = trainer._memory.turn([rows[row] for row in kept], len(free))
     for row, pair in zip(free, earlier):
