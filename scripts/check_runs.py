@@ -400,8 +400,8 @@ for number, source in request["cells"]:
         value = eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), space)
         if value is not None:
             answers[number] = shell.display_formatter.format(value)[0]
-print("\\n" + json.dumps({n: {k: v for k, v in a.items() if k.startswith("text/")} \
-for n, a in answers.items()}))
+print("\\n" + json.dumps({n: {k: v for k, v in a.items() if k.startswith("text/")}
+                         for n, a in answers.items()}))
 """
 
 

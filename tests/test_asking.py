@@ -340,10 +340,10 @@ from composer_nb.replay import HTTPTeacher, Ledger, Price, Prices, replay_trace_
 from composer_nb.traces import Action, TraceState
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
-states = [TraceState(f"s/{n}", [{"role": "user", "content": f"Which file, {n}?"}], Action("a.py")) \
-for n in range(12)]
-teacher = HTTPTeacher("vendor/ok", url, concurrency=4, \
-prices=Prices("d", "s", {"vendor/ok": Price(1e-6, 2e-6)}))
+states = [TraceState(f"s/{n}", [{"role": "user", "content": f"Which file, {n}?"}], Action("a.py"))
+          for n in range(12)]
+teacher = HTTPTeacher("vendor/ok", url, concurrency=4,
+                      prices=Prices("d", "s", {"vendor/ok": Price(1e-6, 2e-6)}))
 
 def fill():
     time.sleep(0.4)  # four calls are in flight

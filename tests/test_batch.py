@@ -1,12 +1,14 @@
-"""Questions in batches: half the bill of a live replay, nothing sent twice, nothing paid lost, whoever is killed."""
+"""Questions in batches: half the bill of a live replay, nothing sent twice, nothing lost that is paid."""
 
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 
 import httpx
@@ -24,13 +26,15 @@ from composer_nb.replay import HTTPTeacher, Ledger, Price, Prices, batch, batch_
 from composer_nb.replay.batch import Notes, send_batch
 from composer_nb.replay.batch_collect import collect_batch
 from composer_nb.replay.batch_wire import BATCHES, BatchService, BatchTrouble
+from composer_nb.replay.gate import IN_A_BATCH
 from composer_nb.replay.ledger import LedgerInUse
 from composer_nb.replay.protocol import OutOfCredit, TeacherStop
 from composer_nb.traces import Action, TraceState, save_states
 
 KEY = "key-0123456789abcdef"
 PRICE = Price(1e-6, 2e-6)
-ONE = PRICE.of(PROMPT, OUT + THOUGHT) / 2  # USD of an answer in a batch
+ANSWER = PRICE.of(PROMPT, OUT + THOUGHT)  # USD of a live answer
+ONE = ANSWER / 2  # in a batch of OpenAI or Anthropic; other services promise no discount
 NAMES = list(BATCHES)
 
 
@@ -73,7 +77,7 @@ def live(asked, path, states=STATES):
 
 def charged(server) -> float:
     "USD that the service would charge for what it answered in batches."
-    return PRICE.of(*server.charged_tokens) / 2
+    return PRICE.of(*server.charged_tokens) * BATCHES[server.batches[0].dialect].share
 
 
 def is_settled(path, server, states=STATES):
@@ -105,7 +109,8 @@ def test_a_batch_brings_what_a_live_replay_brings_at_half_the_price(server, name
     assert after.actions == direct.actions and len(set(map(str, after.actions.values()))) == 12
     keys = [{r["t"].key for r in replay.replies.values()} for replay in (after, direct)]
     assert keys[0] == keys[1]
-    assert abs(after.spent_usd - direct.spent_usd / 2) < 1e-12 and abs(came.spent_usd - 12 * ONE) < 1e-12
+    assert abs(after.spent_usd - direct.spent_usd * BATCHES[name].share) < 1e-12
+    assert abs(came.spent_usd - after.spent_usd) < 1e-12
     assert is_settled(tmp_path / "batch", server)
     assert send(asked, tmp_path / "batch").known == 12 and len(server.batches) == 1
     assert after.actions["s/3"]["t"].text == "re: Which file, 3? \u2028 done"  # one line on the wire
@@ -182,7 +187,7 @@ def test_a_live_replay_leaves_what_waits_in_a_batch_and_asks_the_rest(server, tm
     send(asked, tmp_path / "l", STATES[:3])
     done = live(asked, tmp_path / "l", STATES[:4])
     assert done.calls == 1 and server.live == 1
-    assert [miss.reason for miss in done.unasked] == ["in a batch: collect it first, or it is paid twice"] * 3
+    assert [miss.reason for miss in done.unasked] == [IN_A_BATCH] * 3
     server.finish()
     assert collect(asked, tmp_path / "l").answered == 3
     again = live(asked, tmp_path / "l", STATES[:4])
@@ -198,7 +203,6 @@ def test_a_live_replay_leaves_what_waits_in_a_batch_and_asks_the_rest(server, tm
 @pytest.mark.parametrize("calls", [0, 0.9, 1, 5.5, 11.99, 12, 40])
 def test_the_ceiling_is_never_passed(server, tmp_path, calls, most):
     asked = teacher(server)
-    worst = asked.worst_case_usd(asked.request(STATES[0])) / 2
     same = [replace(s, messages=[{"role": "user", "content": f"{n:02d}"}]) for n, s in enumerate(STATES)]
     worst = asked.worst_case_usd(asked.request(same[0])) / 2
     ceiling = calls * worst + 1e-9
@@ -296,7 +300,7 @@ def test_a_kill_while_a_batch_is_sent(server, name, step, tmp_path):
     with Ledger(path) as ledger:
         assert len(ledger.open_requests) == 12
     (note,) = Notes(path).of(asked)
-    assert note.went_out and not note.id
+    assert note.sent and not note.id
     assert (
         send(asked, path).open == 12 and len(server.batches) == made
     )  # nothing goes while that is not known
@@ -329,7 +333,7 @@ def test_a_kill_in_the_middle_of_the_download(server, name, tmp_path):
 
 @pytest.mark.parametrize("writes", [1, 2, 3])
 def test_a_disk_that_takes_no_note(server, tmp_path, monkeypatch, writes):
-    """The first note fails: nothing is open. The second: nothing was sent, and what is open is released, but not
+    """The first note fails: nothing is open. The second: nothing was sent, what is open is released, but not
     what a live call left open in the meantime. The third: the batch is found by its name."""
     real, calls, asked, path = batch.write_text, [], teacher(server), tmp_path / "l"
 
@@ -377,7 +381,7 @@ def test_a_lost_answer_is_found_among_other_batches(server, name, tmp_path):
     came = collect(asked, tmp_path / "l")
     assert came.answered == 12 and came.unknown == 0
     with Ledger(tmp_path / "l") as ledger:
-        assert not ledger.open_requests and abs(ledger.spent_usd - 12 * ONE) < 1e-12
+        assert not ledger.open_requests and abs(ledger.spent_usd - 12 * ANSWER * BATCHES[name].share) < 1e-12
     assert server.asked_twice() == set()
     assert collect(asked, tmp_path / "other4").answered == 1
 
@@ -421,7 +425,7 @@ def test_an_upload_that_fails_made_no_batch(server, tmp_path):
         for name, value in told.items():
             setattr(server, name, value)
         sent = send(teacher(server), tmp_path / "l")
-        assert sent.unsure == 0 and sum(sent.refused.values()) == 12
+        assert sent.unsure == 0 and sum(sent.untaken.values()) == 12
         server.refuse, server.lose = {}, set()
     assert send(teacher(server), tmp_path / "l").sent == 12
 
@@ -431,7 +435,7 @@ def test_a_note_that_holds_nothing_open_takes_no_batch(server, tmp_path):
     asked, path = teacher(server, "anthropic"), tmp_path / "l"
     server.refuse = {"create": 400}
     send(asked, path)
-    keys = {asked.request(s).key: (1, 0.0) for s in STATES}
+    keys = [asked.request(s).key for s in STATES]
     Notes(path).put(batch.Note("dead", "t", "m", asked.endpoint, time.time(), keys))
     server.refuse, server.lose = {}, {"create"}
     assert send(asked, path).unsure == 12
@@ -511,7 +515,7 @@ def test_a_batch_that_is_gone_keeps_nobody_from_the_others(server, tmp_path):
 def test_a_refusal_gives_the_reservations_back_and_ends_the_sending(server, tmp_path, status, why):
     server.refuse = {"create": status}
     sent = send(teacher(server), tmp_path / "l", most=5)
-    assert sent.refused == {why: 5, "after one that was not taken": 7} and sent.reserved_usd == 0
+    assert sent.untaken == {why: 5, "after one that was not taken": 7} and sent.reserved_usd == 0
     with Ledger(tmp_path / "l") as ledger:
         assert ledger.committed_usd == 0
     server.refuse = {}
@@ -543,7 +547,7 @@ def test_an_unreachable_service_takes_nothing(tmp_path, monkeypatch):
     class Nowhere:
         url = staticmethod(lambda name: "http://127.0.0.1:9/v1")
 
-    assert send(teacher(Nowhere), tmp_path / "l").refused == {"unreachable": 12}
+    assert send(teacher(Nowhere), tmp_path / "l").untaken == {"unreachable": 12}
     with Ledger(tmp_path / "l") as ledger:
         assert ledger.committed_usd == 0
     monkeypatch.delenv("BATCH_KEY")
@@ -564,7 +568,11 @@ def test_what_cost_nothing_is_released_and_asked_again(server, name, tmp_path):
     came = collect(teacher(server, name), tmp_path / "l")
     assert came.answered == 8 and sum(came.released.values()) == 4 and len(came.released) == 3
     with Ledger(tmp_path / "l") as ledger:
-        assert ledger.committed_usd == ledger.spent_usd == pytest.approx(8 * ONE, abs=1e-12)
+        assert (
+            ledger.committed_usd
+            == ledger.spent_usd
+            == pytest.approx(8 * ANSWER * BATCHES[name].share, abs=1e-12)
+        )
     server.fates = {}
     again = send(teacher(server, name), tmp_path / "l")
     assert (again.sent, again.known) == (4, 8)
@@ -584,7 +592,9 @@ def test_odd_lines_are_counted_and_what_may_be_paid_stays_open(server, name, tmp
         assert (came.answered, came.repeated, came.broken, came.unknown) == (answered, 1, 1, 1)
         assert set(came.missing) == {asked.request(STATES[n]).key for n in (1, 3)}
     with Ledger(path) as ledger:
-        assert len(ledger) == 9 and ledger.spent_usd == pytest.approx(9 * ONE, abs=1e-12)
+        assert len(ledger) == 9 and ledger.spent_usd == pytest.approx(
+            9 * ANSWER * BATCHES[name].share, abs=1e-12
+        )
         assert {o.key for o in ledger.open_requests} == set(came.missing)
     again = send(asked, path)
     assert (again.sent, again.open) == (1, 2)
@@ -624,7 +634,7 @@ def test_whatever_comes_the_books_hold_what_may_be_charged(
     server.finish()
     came = collect(asked, path)
     with Ledger(path) as ledger:
-        assert ledger.spent_usd == pytest.approx(came.answered * ONE, abs=1e-12)
+        assert ledger.spent_usd == pytest.approx(came.answered * ANSWER * BATCHES[name].share, abs=1e-12)
         assert ledger.committed_usd >= charged(server) - 1e-12
         assert came.answered + len(came.missing) == server.charged
         assert {o.key for o in ledger.open_requests} == set(came.missing)
@@ -638,13 +648,37 @@ def test_whatever_comes_the_books_hold_what_may_be_charged(
 def test_a_line_longer_than_any_answer_is_broken_and_the_others_come(server, tmp_path):
     send(teacher(server), tmp_path / "l")
     server.finish()
-    server.batches[0].good = b'{"custom_id": "' + b"x" * 100_000 + b"\n" + server.batches[0].good
+    long = b'{"custom_id": "' + b"x" * 100_000 + b'", "response": {"status_code": 200, "body": {}}}\n'
+    server.batches[0].good = long + server.batches[0].good
     came = collect(teacher(server, max_reply_bytes=2000), tmp_path / "l")
-    assert (came.answered, came.broken) == (12, 1)
+    assert (came.answered, came.broken, came.unknown) == (12, 1, 0)  # whole it would be somebody else's
+
+
+def test_a_line_without_end_is_not_kept_in_memory():
+    """Chunks without a line's end, as an endless answer: never more than a line may be, and one chunk."""
+    asked = HTTPTeacher("m", "http://127.0.0.1:9/v1", max_reply_bytes=2000)
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            for _ in range(20_000):
+                yield b"x" * 4096
+
+    asked.transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Endless()))
+
+    async def lines():
+        async with BatchService(asked) as service:
+            return [line async for line in batch_wire._raw_lines(service, "/files/f/content")]
+
+    tracemalloc.start()
+    (line,) = asyncio.run(lines())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(line) == 2000 + 10_000 and peak < 4e6
 
 
 @pytest.mark.parametrize("line", [b"[]", b"3", b'{"custom_id": 3}', b'{"custom_id": "a", "response": 3}',
-                                  b'{"custom_id": "a", "result": {"type": "new"}}', b"[" * 5000, b"\xff"])  # fmt: skip
+                                  b'{"custom_id": "a", "result": {"type": "new"}}', b"[" * 5000,
+                                  b"\xff"])  # fmt: skip
 def test_any_line_is_read_without_an_error(line):
     for row in BATCHES.values():
         assert batch_wire._line(row, line) is None
@@ -707,6 +741,23 @@ def test_notes_that_are_none_are_named(server, tmp_path):
             work(teacher(server), tmp_path / "l")
 
 
+@pytest.mark.parametrize("step", ["upload", "create", "look", "results"])
+@pytest.mark.parametrize("status", [400, 401, 500])
+def test_no_error_holds_the_key(server, tmp_path, step, status):
+    """A service that repeats the key in its refusals."""
+    asked, said = teacher(server, max_attempts=1), ""
+    server.says = f"refused, {KEY}"
+    for act in (lambda: send(asked, tmp_path / "l"), lambda: collect(asked, tmp_path / "l")):
+        server.refuse = {step: status}
+        try:
+            came = act()
+            said += str(vars(came))
+        except TeacherStop as stop:
+            said += str(stop)
+        server.finish()
+    assert KEY not in said and ("refused, " in said or status != 400)
+
+
 def test_the_key_is_nowhere(server, tmp_path):
     """Not in the files beside the ledger, and not where a service puts it into an answer."""
     send(teacher(server), tmp_path / "l")
@@ -722,6 +773,45 @@ def test_the_results_url_of_an_answer_is_not_followed(server, tmp_path):
     send(teacher(server, "anthropic"), tmp_path / "l")
     server.finish()
     assert collect(teacher(server, "anthropic"), tmp_path / "l").answered == 12
+
+
+@pytest.mark.parametrize("counts", [{"total": 12, "completed": 0, "failed": 0}, {}, {"total": 12}])
+def test_a_service_without_true_counts_releases_nothing(server, tmp_path, counts):
+    """A dropped and a broken line may have been paid; only a count of every request says otherwise."""
+    server.fates, server.counts = {3: "dropped", 5: "broken"}, counts
+    send(teacher(server), tmp_path / "l")
+    server.finish()
+    came = collect(teacher(server), tmp_path / "l")
+    assert came.answered == 10 and len(came.missing) == 2 and not came.released
+
+
+def test_a_ledger_without_its_notes_does_not_pay_twice(server, tmp_path):
+    """Copied to another name while answers wait: the batch stands in its lines."""
+    asked = teacher(server)
+    send(asked, tmp_path / "l", STATES[:3])
+    shutil.copy(tmp_path / "l", tmp_path / "copy")
+    done = live(asked, tmp_path / "copy", STATES[:4])
+    assert done.calls == 1 and {miss.reason for miss in done.unasked} == {IN_A_BATCH}
+
+
+def test_a_state_of_which_an_answer_waits_is_left_to_nobody_else(server, tmp_path):
+    """Another teacher's question about it may hang on that answer."""
+    asked, other = teacher(server), teacher(server, "anthropic")
+    other.name = "u"
+    send(asked, tmp_path / "l", STATES[:2])
+    done = replay_trace_sync(
+        STATES[:3], [asked, other], 1.0, ledger=tmp_path / "l", check=None, progress=False
+    )
+    assert done.calls == 2 and len(done.unasked) == 4 and set(done.actions["s/2"]) == {"t", "u"}
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"most": 0}, "most is 0"), ({"most": -1}, "most is -1"),
+    ({"check": None, "personal": False}, "leave one of the two out"),
+])  # fmt: skip
+def test_options_without_sense_are_refused(server, tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        send(teacher(server), tmp_path / "l", **options)
 
 
 def test_notes_of_another_teacher_are_left_alone(server, tmp_path):
@@ -740,7 +830,8 @@ def test_notes_of_another_teacher_are_left_alone(server, tmp_path):
 @pytest.mark.parametrize("name, spoil", [
     ("openai", lambda line: line | {"colour": 1}), ("openai", lambda line: line | {"url": "/v1/responses"}),
     ("openai", lambda line: line | {"body": {"model": "m"}}), ("openai", lambda line: {"custom_id": "a"}),
-    ("anthropic", lambda line: line | {"custom_id": "a b"}), ("anthropic", lambda line: line | {"custom_id": "x" * 65}),
+    ("anthropic", lambda line: line | {"custom_id": "a b"}),
+    ("anthropic", lambda line: line | {"custom_id": "x" * 65}),
     ("anthropic", lambda line: line | {"params": {}}),
 ])  # fmt: skip
 def test_the_server_refuses_what_the_documents_do_not_allow(server, name, spoil):
@@ -768,6 +859,16 @@ def replay(*words):
     return done.exit_code, done.stdout, done.stderr
 
 
+async def _killed_before_sending(parcel, service, ledger, notes, out):
+    """The note and the requests are on disk, and no more."""
+    own = service.teacher.name, service.teacher.model, service.teacher.endpoint
+    note = batch.Note("first", *own, time.time(), [ask.request.key for ask, _ in parcel.asks])
+    notes.put(note)
+    for ask, id in parcel.asks:
+        await ledger.request(ask.request, ask.worst_usd, id, note.name)
+    raise KeyboardInterrupt
+
+
 def test_from_a_shell(server, tmp_path):
     save_states(STATES, tmp_path / "clean.jsonl")
     prices = {"date": "d", "source": "s", "models": dict.fromkeys("ab", {"prompt": 1e-6, "completion": 2e-6})}
@@ -789,6 +890,20 @@ def test_from_a_shell(server, tmp_path):
     code, said, _ = replay("collect", plan, "--wait")
     assert code == 0 and "12 answered" in said
     assert replay("run", plan, "--pay")[0] == 0 and server.live == 12  # the other teacher's
+    plan.write_text(yaml.safe_dump(told | {"ledger": "n", "ceiling_usd": 1e-9}))
+    assert replay("batch", plan)[0] == 3  # nothing fits
+    plan.write_text(yaml.safe_dump(told | {"ledger": "k"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "_ship", _killed_before_sending)
+        assert replay("batch", plan, "--pay")[0] == 130
+    code, said, _ = replay("batch", plan, "--pay")
+    assert code == 0 and "a: 12 sent" in said
+    code, _, said = replay("run", plan, "--pay")
+    assert code == 3 and "12 states wait for answers of a batch" in said and server.live == 12
+    renamed = [told["teachers"][0] | {"name": "c"}, told["teachers"][1]]
+    plan.write_text(yaml.safe_dump(told | {"ledger": "k", "teachers": renamed}))
+    code, _, said = replay("collect", plan)
+    assert code == 3 and "12 requests wait in batches of teachers that this plan does not name" in said
     os.environ["BATCH_KEY"] = "another-key-0123456789"
     plan.write_text(yaml.safe_dump(told | {"ledger": "m"}))
     code, _, said = replay("batch", plan, "--pay")

@@ -40,8 +40,8 @@ START = (
 END = f"""\
 loss = [1.0, 0.25 + seed]
 write_metrics(out, stamp, spike="{SLUG}", params={{"smoke": smoke, "seed": seed}}, seeds=[seed],
-              figures={{"loss": loss[-1]}}, series={{"loss": loss}}, \
-verdict="keep" if loss[-1] < 1 else "kill", notes="")
+              figures={{"loss": loss[-1]}}, series={{"loss": loss}},
+              verdict="keep" if loss[-1] < 1 else "kill", notes="")
 show_metrics(out)"""
 
 

@@ -43,8 +43,8 @@ def tick(n, dt=0.1, to="beat"):
         time.sleep(dt)
     return n
 def parent():
-    for command in (["sleep", "60"], ["setsid", "sleep", "60"], \
-["sh", "-c", "trap '' TERM; setsid sleep 60"]):
+    for command in (["sleep", "60"], ["setsid", "sleep", "60"],
+                    ["sh", "-c", "trap '' TERM; setsid sleep 60"]):
         subprocess.Popen(command)
     print("family", flush=True); time.sleep(60)
 def square(x): return x * x
@@ -52,11 +52,13 @@ def pool():
     import multiprocessing
     found = []
     for method in ("fork", "spawn"):
-        with multiprocessing.get_context(method).Pool(1) as workers: \
-found.append(workers.map(square, [1, 2, 3]))
+        with multiprocessing.get_context(method).Pool(1) as workers:
+            found.append(workers.map(square, [1, 2, 3]))
     return found
-def leftover(): subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM; sleep 60"]); \
-time.sleep(0.2); return "done"
+def leftover():
+    subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM; sleep 60"])
+    time.sleep(0.2)
+    return "done"
 def tidy(): signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); snooze()
 def show(*names): return {name: os.environ.get(name) for name in names}
 def say(name): print("the value is", os.environ[name]); raise ValueError(os.environ[name])
@@ -66,8 +68,8 @@ class Outer:
     def inner(x): return x
 
 if __name__ == "__main__":
-    report({"argv": sys.argv[1:], "rank": replica_rank()[0], "name": __name__, \
-"file": os.path.basename(__file__)})
+    report({"argv": sys.argv[1:], "rank": replica_rank()[0], "name": __name__,
+            "file": os.path.basename(__file__)})
 """
 
 

@@ -341,8 +341,9 @@ def test_a_planted_string_is_found_in_every_spelling(value, which, before, after
     ("sanfrancisco", "use San Francisco"), ("5 km", "set 5km"), ("2023-10-01", "set 20231001"),
     ("5551234567", "call 555-123-4567"), ("São Paulo", "in Sao Paulo"),
     ("celsius", "mycelsiusunit"), ("Tom & Jerry", "use Tom &amp; Jerry"), ("été", "use &eacute;t&eacute;"),
-    ("東京", "東京の天気"), ("x", "name it 'x'"), ("X", "name it X"), ("in", 'set "in"'), ("1000", "set 1,000"),
-    ("/", "use '/'"), ("def f(a, b): return a + b", "write return a + b instead, def f(a, b) first"),
+    ("東京", "東京の天気"), ("x", "name it 'x'"), ("X", "name it X"), ("in", 'set "in"'),
+    ("1000", "set 1,000"), ("/", "use '/'"),
+    ("def f(a, b): return a + b", "write return a + b instead, def f(a, b) first"),
 ])  # fmt: skip
 def test_other_spellings_are_found(value, hint):
     assert hw.leaked_values(hint, [value], ngram=3) == [value]

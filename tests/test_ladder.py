@@ -103,8 +103,8 @@ def alive(pid):
 
 RUNNER = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, \
-and so would this
+# a shell's background job ignores it, and so would this
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from composer_nb.launch.ladder import Ladder, run_ladder
 ladder = Ladder("s", ("a", "b"), (0, 1), {"sleep": float(sys.argv[2]), "fail": ""}, start=sys.argv[3])
 folder = sys.argv[1]

@@ -302,8 +302,8 @@ FULL = """
         request = question(0)
         ledger.request_sync(request, 0.5)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, resource.RLIM_INFINITY))
-        for write in (lambda: ledger.request_sync(question(1), 0.5), \
-lambda: ledger.reply_sync(answer(request))):
+        for write in (lambda: ledger.request_sync(question(1), 0.5),
+                      lambda: ledger.reply_sync(answer(request))):
             try:
                 write()
             except OSError as error:

@@ -178,8 +178,8 @@ import os, sys
 from pathlib import Path
 assert "pandas" in sys.modules and "composer_nb" not in sys.modules
 assert "left" not in globals() and "LEFT" not in os.environ and "/left" not in sys.path
-assert Path.cwd() == Path({place!r}) and sys.argv[0].startswith("ipykernel") \
-or sys.argv[0].endswith("ipykernel_launcher.py")
+assert Path.cwd() == Path({place!r})
+assert sys.argv[0].startswith("ipykernel") or sys.argv[0].endswith("ipykernel_launcher.py")
 assert sys.path[0] == "" or "scripts" not in sys.path[0]
 import subprocess, threading
 assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout.strip() == b"1"
@@ -364,8 +364,8 @@ from pathlib import Path
 import nbformat, run_lone
 job = run_lone.Job("tiny", nbformat.read({str(tmp_path / "tiny.ipynb")!r}, 4), ())
 sources = run_lone.Sources(wheelhouse=Path({str(house)!r}))
-result = run_lone.run_page(job, Path({str(environments.get("offline"))!r}), sources, \
-Path({str(tmp_path / "lone")!r}))
+result = run_lone.run_page(job, Path({str(environments.get("offline"))!r}), sources,
+                           Path({str(tmp_path / "lone")!r}))
 sys.exit(result.reason or 0)
 """
     where = os.environ | {"PYTHONPATH": str(ROOT)} | BLOCKED

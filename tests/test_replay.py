@@ -538,8 +538,8 @@ class Loud(Rule):
         print("asking", flush=True) if len(self.seen) == 3 else None
         return await super().reply(request)
 
-replay_trace_sync(states(50), [Loud("a", usd=0.125, wait=1.0, concurrency=4)], ledger=sys.argv[1], \
-progress=False)
+replay_trace_sync(states(50), [Loud("a", usd=0.125, wait=1.0, concurrency=4)], ledger=sys.argv[1],
+                  progress=False)
 """
 
 

@@ -48,8 +48,8 @@ base_url, states, ledger, ceiling = sys.argv[1:]
 prices = Prices("2026-11-20", "the server's own", {"vendor/ok": Price(1e-6, 2e-6)})
 teacher = HTTPTeacher("vendor/ok", base_url, name="t", prices=prices, max_tokens=16, concurrency=8)
 print("ready", flush=True)
-out = replay_trace_sync(load_states(states), [teacher], float(ceiling), ledger=ledger, concurrency=8, \
-progress=False)
+out = replay_trace_sync(load_states(states), [teacher], float(ceiling), ledger=ledger, concurrency=8,
+                        progress=False)
 print(json.dumps({"calls": out.calls, "halted": out.halted, "actions": sum(map(len, out.actions.values()))}))
 """
 

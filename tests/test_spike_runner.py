@@ -33,8 +33,8 @@ import json, os, pathlib
 metrics = {
     "spike": "900_question", "run": pathlib.Path(out).name,
     "params": dict(smoke=smoke, steps=steps, lr=lr, device=device), "seeds": [seed], "commit": "unknown",
-    "versions": {"python": "3"}, "hardware": {"cores": 2}, "started": "2026-11-20T00:00:00+00:00", \
-"wall_s": 0.5,
+    "versions": {"python": "3"}, "hardware": {"cores": 2}, "started": "2026-11-20T00:00:00+00:00",
+    "wall_s": 0.5,
     "figures": {"loss": 0.25}, "series": {"loss": [1.0, 0.25]}, "verdict": "keep", "notes": "",
 }
 pathlib.Path(out, "metrics.json").write_text(json.dumps(metrics))

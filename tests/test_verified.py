@@ -374,7 +374,7 @@ def test_a_checkpoint_without_the_memory_is_refused(tmp_path):
 
 
 class Sums:
-    """Two requests, each answered right by a text with an even number of letters; two tasks that differ."""
+    """Two requests: what is taken again is right as the second answer only, and nothing else is there."""
 
     name = "sums"
 
@@ -406,7 +406,7 @@ class SumEpisode:
 
     def step(self, text):
         assert not self.done and HINT not in str(self.said)
-        right = len(self.turns) == 0 or text == "taken again"
+        right = (text == "taken again") is (len(self.turns) == 1)  # right there, and wrong before
         fault = None if right else Fault("wrong_effect", "odd")
         number = len(self.turns)
         turn = Turn(self.said[-1]["content"], text, None, f"noted {self.noise}", fault, {}, number)

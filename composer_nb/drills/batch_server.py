@@ -194,6 +194,7 @@ class BatchServer(DialectServer):
         self.fates: dict[int, str] = {}
         self.refuse: dict[str, int] = {}
         self.lose: set[str] = set()
+        self.says, self.counts = "", None  # of refusals; in place of the true counts
         self.shuffle, self.hold, self.live, self.charged, self.looks = False, "", 0, 0, 0
         self.reached, self.go = threading.Event(), threading.Event()
         self._lock = threading.RLock()
@@ -228,7 +229,7 @@ class BatchServer(DialectServer):
                 return self.answer(dialect, path, query, headers, raw)
         if step in self.refuse:
             status = self.refuse[step]
-            return status, error_body(dialect, status, f"refused with {status}")
+            return status, error_body(dialect, status, self.says or f"refused with {status}")
         header = KEYS.get(dialect, "authorization")
         if headers.get(header, "").removeprefix("Bearer ") != self.key:
             return 401, error_body(dialect, 401, "API key not valid")
@@ -257,19 +258,23 @@ class BatchServer(DialectServer):
         if step == "create":
             batch = made_of(dialect, json.loads(raw), self.files, f"batch_{len(self.batches)}")
             self.batches.append(batch)
-            return 200, told_of(batch)
+            return 200, self._told_of(batch)
         mine = self.batches_of(dialect)
         if step == "list":
             return 200, page_of(mine, parse_qs(query), dialect)
         if step == "look":
             self.looks += 1
-            found = [told_of(batch) for batch in mine if path.endswith(f"/{batch.id}")]
+            found = [self._told_of(batch) for batch in mine if path.endswith(f"/{batch.id}")]
         else:
             files = {f"/files/out-{b.id}/content": b.good for b in mine} if dialect != "anthropic" else {}
             files |= {f"/files/err-{b.id}/content": b.bad for b in mine}
             files |= {f"/messages/batches/{b.id}/results": b.good for b in mine if b.status == "ended"}
             found = [files[path]] if path in files else []
         return (200, found[0]) if found else (404, error_body(dialect, 404, f"no such thing: {path}"))
+
+    def _told_of(self, batch: Batch) -> Json:
+        told = told_of(batch)
+        return told if self.counts is None else told | {"request_counts": self.counts}
 
     def finish(self, count: int | None = None, *, status: str = "completed") -> None:
         """End the batches under way, or the first `count` of them. `status`: completed, expired, cancelled or

@@ -70,8 +70,8 @@ def told(name, extras):
     licence = every[name].metadata.get("License-Expression") or every[name].metadata.get("License")
     return {"version": version(name), "licence": licence, "packages": len(seen), "MB": round(size / 1e6, 1)}
 
-print(json.dumps({"any-llm-sdk": told("any-llm-sdk", {"anthropic", "openai", "gemini"}), \
-"httpx": told("httpx", set())}))
+print(json.dumps({"any-llm-sdk": told("any-llm-sdk", {"anthropic", "openai", "gemini"}),
+                  "httpx": told("httpx", set())}))
 """
 
 

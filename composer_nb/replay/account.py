@@ -25,9 +25,9 @@ __all__ = ['Replay', 'Estimate']
 class Replay:
     """What N teachers did in each state of a trace.
 
-    `actions[state_id][teacher]` is what `extract_dpo_pairs` takes. `unasked`: gate, budget, vendor, or a
-    stopped teacher. `spent_usd` and `reserved_usd` (no reply has settled it) are the ledger's, over all its
-    runs. `halted`: why no more calls were made. `saved_usd`: worst case of the calls that the gate saved.
+    `actions[state_id][teacher]` is what `extract_dpo_pairs` takes. `unasked`: gate, budget, vendor, batch,
+    or a stopped teacher. `spent_usd` and `reserved_usd` (no reply has settled it) are the ledger's, over all
+    its runs. `halted`: why no more calls were made. `saved_usd`: worst case of the calls that the gate saved.
     """
 
     actions: dict[str, dict[str, Action]] = field(default_factory=dict)

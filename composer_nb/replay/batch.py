@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 from ..files import write_text
 from .batch_wire import BatchService, BatchTrouble, at_batch_price, batches_of
@@ -25,20 +25,20 @@ from .budget import Budget
 from .gate import Ask, Planner
 from .http_teacher import HTTPTeacher
 from .ledger import Ledger, OpenRequest
-from .protocol import TeacherRequest, TeacherStop
-from .runner import Check, _clean_check, _opened
+from .protocol import TeacherStop
+from .runner import Check, ReplayOptions, _clean_check, _opened
 from ..traces import TraceState
 
 # %% auto #0
-__all__ = ['Note', 'Notes', 'in_batches', 'Sent', 'send_batch']
+__all__ = ['Note', 'Notes', 'Sent', 'send_batch']
 
 # %% ../../nbs/replay/24_batch.ipynb #bat006
 @dataclass(frozen=True)
 class Note:
     """A batch, as it is noted before anything is sent.
 
-    `name`: random, ours. `at`: seconds since 1970. `keys`: attempt and reserved USD of each request; attempt
-    0 before it is on disk. `id`: the service's name of it, "" until known.
+    `name`: random, ours; the ledger's lines of its requests hold it. `at`: seconds since 1970. `keys`: of the
+    requests. `sent`: whether any of it can have gone out. `id`: the service's name of it, "" until known.
     """
 
     name: str
@@ -46,20 +46,13 @@ class Note:
     model: str
     endpoint: str
     at: float
-    keys: Mapping[str, tuple[int, float]]
+    keys: Sequence[str]
+    sent: bool = False
     id: str = ""
-
-    @property
-    def went_out(self) -> bool:
-        "Whether anything of it can have been sent."
-        return all(attempt for attempt, _ in self.keys.values())
 
     def opened(self, ledger: Ledger) -> list[OpenRequest]:
         "Its requests that nothing has closed."
-        if self.went_out:
-            return [o for o in ledger.open_requests if self.keys.get(o.key, (0, 0))[0] == o.attempt]
-        mine = [o for o in ledger.open_requests if o.key in self.keys and o.at >= self.at]
-        return [o for o in mine if o.reserved_usd == self.keys[o.key][1]]  # a live call reserves more
+        return [one for one in ledger.open_requests if one.batch == self.name]
 
 # %% ../../nbs/replay/24_batch.ipynb #bat007
 class Notes:
@@ -74,7 +67,7 @@ class Notes:
         self.path = ledger.with_name(f"{ledger.name}.batches")
         try:
             told = json.loads(self.path.read_bytes()) if self.path.exists() else []
-            self._all = {one["name"]: _note(one) for one in told}
+            self._all = {one["name"]: Note(**one) for one in told}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{self.path} holds no notes of batches ({error!r:.120})") from None
 
@@ -97,40 +90,21 @@ class Notes:
         kept = [asdict(one) for one in self._all.values() if one.id or one.keys]
         write_text(self.path, json.dumps(kept), sync=True)
 
-# %% ../../nbs/replay/24_batch.ipynb #bat007b
-def _note(told: Mapping[str, Any]) -> Note:
-    keys = {key: (int(attempt), float(usd)) for key, (attempt, usd) in told["keys"].items()}
-    return Note(**{**told, "keys": keys})
-
 # %% ../../nbs/replay/24_batch.ipynb #bat008
-def in_batches(ledger: Ledger) -> frozenset[str]:
-    "Keys of the requests that are open in a batch: asked live now, they would be paid twice."
-    if ledger.path is None or ledger.offline:
-        return frozenset()
-    return frozenset(one.key for note in Notes(ledger.path) if note.keys for one in note.opened(ledger))
-
-
 async def _release(ledger: Ledger, opened: Iterable[OpenRequest], why: str) -> int:
     "Give back what bought nothing; how many."
-    gone = [ledger.release(_question(o.key, o.teacher), o.attempt, why) for o in opened]
+    gone = [ledger.release(one, one.attempt, why) for one in opened]
     await asyncio.gather(*gone)
     return len(gone)
-
-
-def _question(key: str, teacher: str) -> TeacherRequest:
-    "A request as far as books and readers need it: its key."
-    request = TeacherRequest(teacher, "", ())
-    vars(request)["key"] = key
-    return request
 
 
 async def _unsent(notes: Notes, ledger: Ledger, teacher: HTTPTeacher) -> int:
     "Release the requests of notes that prove that nothing was sent; how many."
     count = 0
     for note in notes.of(teacher):
-        if not note.went_out:
+        if not note.sent:
             count += await _release(ledger, note.opened(ledger), "killed before the batch was sent")
-            notes.put(replace(note, keys={}))
+            notes.put(replace(note, keys=()))
     return count
 
 # %% ../../nbs/replay/24_batch.ipynb #bat010
@@ -140,7 +114,8 @@ class Sent:
 
     `sent`: in batches that a service has. `unsure`: in batches that it may have: `collect_batch` finds out.
     `known`: answered, or received. `open`: asked before, and not answered. `same`: equal to one that goes.
-    `beyond`: left out by the ceiling. `refused`: by reason. `reserved_usd`: of what was sent or is unsure.
+    `beyond`: left out by the ceiling. `refused`: never to be asked, by reason. `untaken`: not taken by the
+    service, by reason; a later call sends them. `reserved_usd`: of what was sent or is unsure.
     """
 
     sent: int = 0
@@ -150,6 +125,7 @@ class Sent:
     same: int = 0
     beyond: int = 0
     refused: Mapping[str, int] = field(default_factory=Counter)
+    untaken: Mapping[str, int] = field(default_factory=Counter)
     batches: Sequence[str] = field(default_factory=list)
     reserved_usd: float = 0.0
 
@@ -178,7 +154,7 @@ class _Chooser:
     def __init__(self, planner: Planner, budget: Budget, out: SimpleNamespace, most: int | None) -> None:
         self.planner, self.budget, self.out = planner, budget, out
         self.teacher, self.row = planner.teachers[0], batches_of(planner.teachers[0])
-        self.most = min(most or self.row.most, self.row.most)
+        self.most = min(self.row.most if most is None else most, self.row.most)
         self.open = {one.key for one in planner.ledger.open_requests}
         self.taken, self.full = set[str](), False
 
@@ -206,6 +182,18 @@ class _Chooser:
         return None if self.full else ask
 
 # %% ../../nbs/replay/24_batch.ipynb #bat012b
+def _chooser(
+    planner: Planner, notes: Notes, max_total_usd: float, out: SimpleNamespace, most: int | None
+) -> _Chooser:
+    "A dry run counts requests that a real one would release before it begins as if they had been."
+    book, teacher = planner.ledger, planner.teachers[0]
+    stale = [one for note in notes.of(teacher) if not note.sent for one in note.opened(book)]
+    held = book.committed_usd - math.fsum(one.reserved_usd for one in stale)
+    chooser = _Chooser(planner, Budget(max_total_usd, max(0.0, held)), out, most)
+    chooser.open -= {one.key for one in stale}
+    return chooser
+
+
 def _parcels(chooser: _Chooser, states: Iterable[TraceState], check: Check) -> Iterator[_Parcel]:
     "What is to be asked, in parcels within the service's limits."
     parcel, teacher, row = _Parcel(), chooser.teacher, chooser.row
@@ -215,7 +203,8 @@ def _parcels(chooser: _Chooser, states: Iterable[TraceState], check: Check) -> I
             continue
         body = teacher.body(ask.request)
         line = json.dumps(row.line(ask.request.key, row.url, body), default=dict).encode()
-        if len(parcel.asks) == chooser.most or parcel.size + len(line) + 64 > row.most_bytes:
+        full = len(parcel.asks) == chooser.most or parcel.size + len(line) + 64 > row.most_bytes
+        if parcel.asks and full:
             yield parcel
             parcel = _Parcel()
         parcel.add(ask, state.state_id, line)
@@ -227,20 +216,19 @@ async def _ship(
     parcel: _Parcel, service: BatchService, ledger: Ledger, notes: Notes, out: SimpleNamespace
 ) -> bool:
     "Send a parcel; whether another may go. Raises TeacherStop where every one would be refused."
-    keys, teacher = {ask.request.key: (0, ask.worst_usd) for ask, _ in parcel.asks}, service.teacher
+    keys, teacher = tuple(ask.request.key for ask, _ in parcel.asks), service.teacher
     own = teacher.name, teacher.model, teacher.endpoint
-    note = Note(secrets.token_hex(8), *own, math.floor(1000 * time.time()) / 1000, keys)
+    note = Note(secrets.token_hex(8), *own, time.time(), keys)
     notes.put(note)
-    writing = (ledger.request(ask.request, ask.worst_usd, id) for ask, id in parcel.asks)
-    attempts = await asyncio.gather(*writing)
-    keys = {key: (attempt, usd) for (key, (_, usd)), attempt in zip(keys.items(), attempts)}
-    notes.put(note := replace(note, keys=keys))
+    writing = (ledger.request(ask.request, ask.worst_usd, id, note.name) for ask, id in parcel.asks)
+    await asyncio.gather(*writing)
+    notes.put(note := replace(note, sent=True))
     try:
         made = await service.create(parcel.lines, note.name)
     except BatchTrouble as trouble:
         if trouble.sure:
             await _given_back(note, ledger, notes, trouble.why)
-            out.refused[trouble.why] += len(keys)
+            out.untaken[trouble.why] += len(keys)
         else:
             out.unsure += len(keys)
             out.reserved_usd += parcel.reserved_usd
@@ -257,7 +245,7 @@ async def _ship(
 # %% ../../nbs/replay/24_batch.ipynb #bat014b
 async def _given_back(note: Note, ledger: Ledger, notes: Notes, why: str) -> int:
     count = await _release(ledger, note.opened(ledger), why)
-    notes.put(replace(note, keys={}))
+    notes.put(replace(note, keys=()))
     return count
 
 # %% ../../nbs/replay/24_batch.ipynb #bat015
@@ -276,6 +264,9 @@ async def send_batch(
     price; TeacherStop (OutOfCredit among them) as a live question does; OSError where the ledger cannot be
     written; LedgerInUse; and what `check` raises. Source: the rows of `BATCHES`.
     """
+    if most is not None and most < 1:
+        raise ValueError(f"most is {most}; a batch holds at least one request")
+    check = ReplayOptions(check=check, personal=personal).check  # refuses one without the other
     half, out = at_batch_price(teacher), SimpleNamespace(**vars(Sent()))
     async with AsyncExitStack() as stack:
         book = stack.enter_context(_opened(ledger, dry_run))
@@ -285,7 +276,7 @@ async def send_batch(
             service = await stack.enter_async_context(BatchService(half))
             await _unsent(notes, book, teacher)
         planner = Planner([half], book, allow_same_vendor)
-        chooser = _Chooser(planner, Budget(max_total_usd, book.committed_usd), out, most)
+        chooser = _chooser(planner, notes, max_total_usd, out, most)
         check = _clean_check([teacher], personal) if check == "clean" else check
         going = True
         for parcel in _parcels(chooser, states, check):
@@ -295,7 +286,7 @@ async def send_batch(
             elif going:
                 going = await _ship(parcel, service, book, notes, out)
             else:
-                out.refused["after one that was not taken"] += len(parcel.asks)
+                out.untaken["after one that was not taken"] += len(parcel.asks)
     return Sent(**vars(out))
 
 # %% ../../nbs/replay/24_batch.ipynb #bat015b

@@ -18,7 +18,7 @@ from typing import TypeVar
 from tqdm.auto import tqdm
 
 from .asking import was_refused
-from .batch import Note, Notes, _given_back, _notes, _question, _release, _unsent
+from .batch import Note, Notes, _given_back, _notes, _release, _unsent
 from .batch_wire import BatchLine, BatchService, BatchState, BatchTrouble, at_batch_price
 from .http_teacher import HTTPTeacher
 from .ledger import Ledger, bill_of
@@ -60,7 +60,7 @@ class _Results:
 
     def __init__(self, note: Note, teacher: HTTPTeacher, ledger: Ledger, out: SimpleNamespace) -> None:
         self.note, self.teacher, self.ledger, self.out = note, teacher, ledger, out
-        self.open = {one.key: one for one in note.opened(ledger)}
+        self.open, self.keys = {one.key: one for one in note.opened(ledger)}, frozenset(note.keys)
         self.seen, self.answers, self.odd = set[str](), 0, Counter[str]()
 
     async def take(self, lines: Sequence[BatchLine | None]) -> None:
@@ -71,7 +71,7 @@ class _Results:
         await asyncio.gather(*(_file(line, self) for line in fresh))
 
     def _is_fresh(self, line: BatchLine) -> bool:
-        known, repeated = line.key in self.note.keys, line.key in self.seen
+        known, repeated = line.key in self.keys, line.key in self.seen
         self.odd["unknown"] += not known
         self.odd["repeated"] += repeated
         if not known or repeated:
@@ -83,7 +83,7 @@ class _Results:
     async def _keep(self, line: BatchLine, body: bytes) -> None:
         one, came = self.open[line.key], self.ledger.unread(line.key)
         if came is None or came[0] != one.attempt:  # else it is there from an earlier run
-            await self.ledger.received(_question(one.key, one.teacher), one.attempt, Attempt(200, body))
+            await self.ledger.received(one, one.attempt, Attempt(200, body))
 
     def count_odd(self) -> None:
         "Add the odd lines to the count, once the download is through."
@@ -99,7 +99,7 @@ async def _file(line: BatchLine, of: _Results) -> None:
         out.released[line.reason] += 1
         return
     try:
-        reply = of.teacher.read(_question(one.key, one.teacher), [Attempt(200, line.body)])
+        reply = of.teacher.read(one, [Attempt(200, line.body)])
     except TeacherStop as stop:  # an error in the place of an answer
         if was_refused(stop):
             await _release(of.ledger, [one], str(stop))
@@ -134,10 +134,11 @@ _SKEW_S = 300.0  # by how much the service's clock may be behind this machine's
 async def _found(service: BatchService, note: Note, notes: Notes) -> tuple[BatchState | None, bool]:
     "The batch of a note without an id, or None, and then whether that is certain."
     certain = True
-    for state in await service.listed(note.at - _SKEW_S):
+    for state in await service.listed():
         if state.name == note.name:
             return state, True
-        if state.id in notes.ids or state.name or service.row.names or state.void:
+        earlier = 0 < state.at < note.at - _SKEW_S  # some services do not say when
+        if state.id in notes.ids or state.name or service.row.names or state.void or earlier:
             continue
         if not state.ended:
             certain = False
@@ -193,7 +194,7 @@ class _Collector:
 async def _adopted(note: Note, by: _Collector) -> BatchState | None:
     "The batch of a note without an id, noted with it; None where there is none, or where that is not known."
     if not note.opened(by.ledger):  # given back, and killed before the note said so
-        by.notes.put(replace(note, keys={}))
+        by.notes.put(replace(note, keys=()))
         del by.left[note.name]
         return None
     state, certain = await _found(by.service, note, by.notes)
@@ -216,14 +217,15 @@ async def _take(note: Note, state: BatchState, by: _Collector) -> None:
                 await results.take(group)
     results.count_odd()
     rest = [one for one in note.opened(by.ledger) if one.key not in results.seen]
-    answered_all = state.total >= len(note.keys) and results.answers >= state.done
+    counted = state.done + state.failed >= state.total >= len(note.keys)  # every one is accounted for
+    answered_all = counted and results.answers >= state.done
     if state.void or answered_all:
         why = state.why or "not among the results, and not among those that the service counts as done"
         by.out.released[why] += await _release(by.ledger, rest, why)
     else:
         by.out.missing += [one.key for one in rest]
     if not note.opened(by.ledger):
-        by.notes.put(replace(note, keys={}))
+        by.notes.put(replace(note, keys=()))
 
 # %% ../../nbs/replay/24_batch_collect.ipynb #bco014
 async def collect_batch(

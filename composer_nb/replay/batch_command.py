@@ -5,7 +5,7 @@
 # %% ../../nbs/replay/52_batch_command.ipynb #bcm003
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +14,6 @@ import typer
 from .command import LEFT, _read, _refuses, _terminable, app
 
 if TYPE_CHECKING:
-    from composer_nb.replay.batch import Sent
-    from composer_nb.replay.batch_collect import Collected
     from composer_nb.replay.http_teacher import HTTPTeacher
     from composer_nb.replay.plan import ReplayPlan
 
@@ -40,34 +38,47 @@ def _teachers(plan: ReplayPlan) -> list[HTTPTeacher]:
 def _line(name: str, counts: Mapping[str, Any]) -> str:
     "What is not nothing, in words."
     told = {key: value for key, value in counts.items() if isinstance(value, (int, float)) and value}
-    for key in ("refused", "released", "unread"):
+    for key in ("refused", "untaken", "released", "unread"):
         told |= {f"{key} ({why})": count for why, count in counts.get(key, {}).items()}
     told |= {key: len(counts[key]) for key in ("missing",) if counts.get(key)}
     words = [f"{value:.4f} {key}" if key.endswith("usd") else f"{value} {key}" for key, value in told.items()]
     return f"{name}: " + (", ".join(words) or "nothing to do")
 
 # %% ../../nbs/replay/52_batch_command.ipynb #bcm007
-def _send(plan: ReplayPlan, states: list[Any], dry_run: bool) -> tuple[list[Sent], bool]:
-    "What every teacher is sent, and whether one stopped. A dry run counts the reservations before it."
-    from composer_nb.replay.batch import send_batch
+def _each(
+    teachers: Sequence[HTTPTeacher], work: Callable[..., Any], note: str = ""
+) -> tuple[list[Any], bool]:
+    "What came for every teacher, said line by line, and whether one stopped; `work` sees what came before."
     from composer_nb.replay.protocol import TeacherStop
     from composer_nb.replay.runner import in_thread
 
-    told = {"personal": plan.personal, "allow_same_vendor": plan.allow_same_vendor, "dry_run": dry_run}
-    out: list[Sent] = []
-    stopped = False
-    for teacher in _teachers(plan):
-        held = sum(one.reserved_usd for one in out) if dry_run else 0.0
+    out, stopped = list[Any](), False
+    for teacher in teachers:
         try:
-            sending = send_batch(states, teacher, plan.ledger, max(0.0, plan.ceiling_usd - held), **told)
-            out.append(in_thread(sending))
-            typer.echo(_line(teacher.name + " (planned)" * dry_run, vars(out[-1])))
+            out.append(in_thread(work(teacher, out)))
         except TeacherStop as stop:
             typer.echo(str(stop), err=True)
             stopped = True
+            continue
+        typer.echo(_line(teacher.name + note, vars(out[-1])))
+        for trouble in getattr(out[-1], "troubles", ()):
+            typer.echo(f"{teacher.name}: {trouble}", err=True)
     return out, stopped
 
 
+def _sending(plan: ReplayPlan, states: list[Any], dry_run: bool) -> Callable[..., Any]:
+    "Send to a teacher; a dry run counts the reservations before it."
+    from composer_nb.replay.batch import send_batch
+
+    told = {"personal": plan.personal, "allow_same_vendor": plan.allow_same_vendor, "dry_run": dry_run}
+
+    def work(teacher: HTTPTeacher, before: list[Any]) -> Any:
+        held = sum(one.reserved_usd for one in before) if dry_run else 0.0
+        return send_batch(states, teacher, plan.ledger, max(0.0, plan.ceiling_usd - held), **told)
+
+    return work
+
+# %% ../../nbs/replay/52_batch_command.ipynb #bcm007b
 @app.command()
 @_refuses
 def batch(
@@ -76,36 +87,30 @@ def batch(
 ) -> None:
     "Hand over, at half price, what the ledger does not have yet; `collect` brings the answers."
     told, states = _read(plan)
-    planned, _ = _send(told, states, dry_run=True)
+    teachers = _teachers(told)
+    planned, stopped = _each(teachers, _sending(told, states, dry_run=True), " (planned)")
     if not sum(one.sent for one in planned):
-        return
+        raise typer.Exit(LEFT if stopped or any(one.beyond for one in planned) else 0)
     if sum(one.reserved_usd for one in planned) and not pay:
         typer.echo("Nothing was sent: it may cost money. Add --pay to send it.")
         raise typer.Exit(LEFT)
     with _terminable():
-        done, stopped = _send(told, states, dry_run=False)
-    if stopped or any(one.beyond or one.unsure or one.refused for one in done):
+        done, stopped = _each(teachers, _sending(told, states, dry_run=False))
+    if stopped or any(one.beyond or one.unsure or one.untaken for one in done):
         raise typer.Exit(LEFT)
 
 # %% ../../nbs/replay/52_batch_command.ipynb #bcm009
-def _collect(plan: ReplayPlan, wait: bool) -> tuple[list[Collected], bool]:
-    "What came for every teacher, and whether one stopped."
-    from composer_nb.replay.batch_collect import collect_batch
-    from composer_nb.replay.protocol import TeacherStop
-    from composer_nb.replay.runner import in_thread
+def _others(plan: ReplayPlan, teachers: Sequence[HTTPTeacher]) -> int:
+    "Requests that wait in batches of no teacher of the plan, as after a change of name, model or address."
+    from composer_nb.replay.batch import Notes
+    from composer_nb.replay.ledger import Ledger
 
-    out: list[Collected] = []
-    stopped = False
-    for teacher in _teachers(plan):
-        try:
-            out.append(in_thread(collect_batch(teacher, plan.ledger, wait=wait, progress=wait)))
-            typer.echo(_line(teacher.name, vars(out[-1])))
-            for trouble in out[-1].troubles:
-                typer.echo(f"{teacher.name}: {trouble}", err=True)
-        except TeacherStop as stop:
-            typer.echo(str(stop), err=True)
-            stopped = True
-    return out, stopped
+    own = {(one.name, one.model, one.endpoint) for one in teachers}
+    if not plan.ledger.exists():
+        return 0
+    with Ledger(plan.ledger, offline=True) as ledger:
+        notes = [n for n in Notes(plan.ledger) if (n.teacher, n.model, n.endpoint) not in own]
+        return sum(len(note.opened(ledger)) for note in notes)
 
 
 @app.command()
@@ -115,8 +120,16 @@ def collect(
     wait: Annotated[bool, typer.Option("--wait", help="stay until every batch has ended")] = False,
 ) -> None:
     "Bring the answers of the batches that were sent; look once, or wait for all."
-    told, _ = _read(plan)
+    from composer_nb.replay.batch_collect import collect_batch
+    from composer_nb.replay.plan import read_plan
+
+    told = read_plan(plan)
+    teachers = _teachers(told)
+    work = lambda teacher, _: collect_batch(teacher, told.ledger, wait=wait, progress=wait)  # noqa: E731
     with _terminable():
-        done, stopped = _collect(told, wait)
-    if stopped or any(one.waiting or one.missing or one.unread or one.released for one in done):
+        done, stopped = _each(teachers, work)
+    others = _others(told, teachers)
+    if others:
+        typer.echo(f"{others} requests wait in batches of teachers that this plan does not name", err=True)
+    if stopped or others or any(one.waiting or one.missing or one.unread or one.released for one in done):
         raise typer.Exit(LEFT)

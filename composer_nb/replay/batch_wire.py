@@ -166,7 +166,7 @@ def _openai(url: str, names: bool = True) -> Batches:
 
 
 BATCHES: Mapping[str, Batches] = {
-    "chat": _openai("/v1/chat/completions", names=False),
+    "chat": replace(_openai("/v1/chat/completions", names=False), share=1.0),
     "openai": _openai("/v1/chat/completions"),
     "responses": _openai("/v1/responses"),
     "anthropic": Batches("/messages/batches", "", _anthropic_line, _anthropic_state, _anthropic_answer,
@@ -268,8 +268,9 @@ class BatchService(_Wire):
 
     async def create(self, lines: Sequence[bytes], name: str) -> BatchState:
         "Make a batch of these lines. A BatchTrouble that is not `sure` may have made it all the same."
-        body = b'{"requests":[' + b",".join(lines) + b"]}"
-        if self.row.uploads:
+        if not self.row.uploads:
+            body = b'{"requests":[' + b",".join(lines) + b"]}"
+        else:
             file = await _uploaded(self, b"\n".join(lines) + b"\n", name)
             job = {"input_file_id": file, "endpoint": self.row.url, "completion_window": "24h"}
             body = json.dumps(job | {"metadata": {"composer_nb": name}}).encode()
@@ -283,9 +284,9 @@ class BatchService(_Wire):
         "How a batch stands, looked at once."
         return self.row.state(await self.told("GET", f"{self.row.path}/{quote(id, safe='')}"))
 
-    async def listed(self, since: float) -> list[BatchState]:
-        "All batches of the account made since then (seconds since 1970), and those that do not say when."
-        return [one for one in await _all_batches(self) if not one.at or one.at >= since]
+    async def listed(self) -> list[BatchState]:
+        "All batches of the account."
+        return await _all_batches(self)
 
     async def lines(self, state: BatchState) -> AsyncIterator[BatchLine | None]:
         "What came of a batch that has ended, as it comes; None for a line that is no result."
@@ -331,8 +332,8 @@ async def _raw_lines(service: BatchService, path: str) -> AsyncIterator[bytes]:
     try:
         async with service._client.stream("GET", f"{service.teacher.base_url}{path}") as response:
             if not response.is_success:
-                failed = Attempt(response.status_code, await response.aread())
-                raise _trouble(service.teacher, failed)
+                told = _without_key(await response.aread(), service._auth)
+                raise _trouble(service.teacher, Attempt(response.status_code, told))
             async for chunk in response.aiter_bytes():
                 *whole, rest = (rest + chunk).split(b"\n")
                 rest = rest[:most]

@@ -233,6 +233,7 @@ def run(
     pay: Annotated[bool, typer.Option("--pay", help="make calls that may cost money")] = False,
 ) -> None:
     "Ask the teachers what the ledger does not have yet."
+    from composer_nb.replay.gate import IN_A_BATCH
     from composer_nb.replay.plan import teachers_of
     from composer_nb.replay.runner import replay_trace_sync
 
@@ -250,7 +251,10 @@ def run(
     again = sum(miss.reason.startswith("http_") for miss in done.skipped)
     if again:
         typer.echo(f"{again} questions were refused by a busy endpoint; run it again to ask them", err=True)
-    if done.halted or done.stopped or again:
+    waiting = {miss.state_id for miss in done.unasked if miss.reason == IN_A_BATCH}
+    if waiting:
+        typer.echo(f"{len(waiting)} states wait for answers of a batch: run `collect` first", err=True)
+    if done.halted or done.stopped or again or waiting:
         raise typer.Exit(LEFT)
 
 # %% ../../nbs/replay/51_command.ipynb #comma014

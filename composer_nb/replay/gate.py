@@ -20,7 +20,7 @@ from ..traces import Action, ContextError, ContextReport, TraceState, vendor_of
 _log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['drop_vendor', 'Decision', 'Gate', 'AskAll', 'VOIGate', 'Miss', 'Ask', 'Plan', 'Planner']
+__all__ = ['IN_A_BATCH', 'drop_vendor', 'Decision', 'Gate', 'AskAll', 'VOIGate', 'Miss', 'Ask', 'Plan', 'Planner']
 
 # %% ../../nbs/replay/21_gate.ipynb #c007-a57494
 def drop_vendor(
@@ -202,11 +202,12 @@ class Planner:
     allow_same_vendor: bool = False
     ask_again: Collection[str] = ()
     contexts: ContextReport = field(default_factory=ContextReport)
+    waiting: Collection[str] = ()  # keys of questions in a batch; who is asked next may hang on the answers
 
     def plan(self, state: TraceState) -> Plan:
-        """Raises ValueError for a paid teacher without a ledger file, and for a worst case that is no amount.
+        """Nobody is asked about a context that cannot be mended, nor about a state of which an answer waits.
 
-        A context that cannot be mended has nobody to ask.
+        Raises ValueError for a paid teacher without a ledger file, and for a worst case that is no amount.
         """
         try:
             state = self.contexts.taken(state)
@@ -214,6 +215,8 @@ class Planner:
             return _unasked(state, self.teachers, f"context: {error}")
         asked = [self._ask(state, teacher) for teacher in self.teachers]
         plan = Plan(state, sorted((a for a in asked if isinstance(a, Ask)), key=lambda ask: ask.worst_usd))
+        if any(_waits(ask, self.ledger, self.waiting) for ask in plan.asks):
+            return _unasked(state, self.teachers, IN_A_BATCH, "unasked")
         plan.refused = [miss for miss in asked if not isinstance(miss, Ask)]
         for ask in plan.asks:
             reply = self.ledger.find(ask.request)
@@ -224,13 +227,11 @@ class Planner:
 
     def _ask(self, state: TraceState, teacher: Teacher) -> Ask | tuple[str, Miss]:
         if not self.allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
-            why = f"vendor: {state.vendor} acted in the trace itself"
-            return "unasked", Miss(state.state_id, teacher.name, why)
+            return "unasked", Miss(state.state_id, teacher.name, f"vendor: {state.vendor} acted in the trace")
         try:
             request = teacher.request(state)
         except Exception as error:
-            why = f"request: {type(error).__name__}: {error}"
-            return "skipped", Miss(state.state_id, teacher.name, why)
+            return "skipped", Miss(state.state_id, teacher.name, f"request: {type(error).__name__}: {error}")
         return Ask(teacher, request, _checked_worst(teacher, request, self.ledger))
 
 # %% ../../nbs/replay/21_gate.ipynb #c024-650c47
@@ -244,12 +245,20 @@ def _checked_worst(teacher: Teacher, request: TeacherRequest, ledger: Ledger) ->
     return worst
 
 
+def _waits(ask: Ask, ledger: Ledger, waiting: Collection[str]) -> bool:
+    "Whether it is in a batch and nothing came of it: what came is read."
+    return ask.request.key in waiting and not ledger.unread(ask.request.key)
+
+
 def _once_more(reply: TeacherReply, ask_again: Collection[str]) -> bool:
     "Whether a skipped reply is asked again: by wish, or because a busy endpoint refused it at no cost."
     return was_busy(reply) or reply.reason.partition(":")[0] in ask_again
 
 
-def _unasked(state: TraceState, teachers: Sequence[Teacher], why: str) -> Plan:
+IN_A_BATCH = "batch: it waits for answers; collect them first, or they are paid twice"
+
+
+def _unasked(state: TraceState, teachers: Sequence[Teacher], why: str, kind: str = "skipped") -> Plan:
     "The plan of a state that nobody is asked about."
-    missed = [("skipped", Miss(state.state_id, teacher.name, why)) for teacher in teachers]
+    missed = [(kind, Miss(state.state_id, teacher.name, why)) for teacher in teachers]
     return Plan(state, [], refused=missed, decision=Decision(False, why))

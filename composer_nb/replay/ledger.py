@@ -32,7 +32,8 @@ __all__ = ['ROOM', 'OpenRequest', 'bill_of', 'NotRecorded', 'Recording', 'Ledger
 class OpenRequest:
     """A request on disk that no reply has closed: in flight now, or when an earlier run was killed.
 
-    `at`: when it was written, seconds since 1970; 0 in files of versions that did not say.
+    `at`: when it was written, seconds since 1970; 0 in files of versions that did not say. `batch`: the name
+    of the batch that it is in, "" for a live call.
     """
 
     key: str
@@ -41,6 +42,7 @@ class OpenRequest:
     attempt: int
     reserved_usd: float
     at: float = 0.0
+    batch: str = ""
 
 
 def bill_of(reply: TeacherReply) -> float | None:
@@ -180,8 +182,8 @@ class _Desk:
         self.writer = _Writer(file, self._settle)
         self._closing: set[tuple[str, int]] = set()
 
-    def open(self, request: TeacherRequest, reserved_usd: float, state_id: str) -> Future:
-        key, facts = request.key, _facts(request, state_id)
+    def open(self, request: TeacherRequest, reserved_usd: float, state_id: str, batch: str = "") -> Future:
+        key, facts = request.key, _facts(request, state_id) | ({"batch": batch} if batch else {})
         _pico(reserved_usd, "a reservation")
         _check_room(self.writer.file)
         with self.lock:
@@ -255,6 +257,11 @@ class Recording(_Answers):
             return tuple(self._books.open.values())
 
     @property
+    def in_batches(self) -> frozenset[str]:
+        "Keys of the requests that are open in a batch: asked live now, they would be paid twice."
+        return frozenset(one.key for one in self.open_requests if one.batch)
+
+    @property
     def spent_usd(self) -> float:
         "What the replies cost; one whose bill is unknown counts with its worst case."
         return self._books.spent / _PICO
@@ -278,15 +285,19 @@ class _Writes:
 
     _desk: _Desk
 
-    async def request(self, request: TeacherRequest, reserved_usd: float, state_id: str = "") -> int:
-        "Write that a call is about to be made; the number of this attempt, once on disk."
-        return await asyncio.wrap_future(self._desk.open(request, reserved_usd, state_id))
+    async def request(
+        self, request: TeacherRequest, reserved_usd: float, state_id: str = "", batch: str = ""
+    ) -> int:
+        "Write that a call is about to be made, or a `batch`; the number of this attempt, once on disk."
+        return await asyncio.wrap_future(self._desk.open(request, reserved_usd, state_id, batch))
 
     async def reply(self, reply: TeacherReply, attempt: int | None = None) -> None:
         "Write a reply; back once on disk. It closes `attempt`, the last one if not said."
         await asyncio.wrap_future(self._put_reply(reply, attempt))
 
-    async def release(self, request: TeacherRequest, attempt: int | None = None, reason: str = "") -> None:
+    async def release(
+        self, request: TeacherRequest | OpenRequest, attempt: int | None = None, reason: str = ""
+    ) -> None:
         "Write that an attempt bought nothing: it was not sent, or was refused before any work."
         await asyncio.wrap_future(self._desk.close("release", request.key, attempt, reason=reason))
 
@@ -318,7 +329,7 @@ class _Bytes:
     _books: _Books
     _desk: _Desk
 
-    async def received(self, request: TeacherRequest, attempt: int, what: Attempt) -> None:
+    async def received(self, request: TeacherRequest | OpenRequest, attempt: int, what: Attempt) -> None:
         "Write what came, before anything reads it; back once on disk."
         record = {"kind": "received", "key": request.key, "attempt": attempt, "what": attempt_record(what)}
         with self._desk.lock:

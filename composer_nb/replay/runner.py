@@ -37,8 +37,8 @@ __all__ = ['T', 'Check', 'ReplayOptions', 'replay_trace', 'replay_trace_sync', '
 class _Admission:
     "Lets calls in under the ceiling, one reservation each, and halts them all where that must be."
 
-    def __init__(self, budget: Budget, out: Replay, waiting: Collection[str] = ()) -> None:
-        self.budget, self.out, self.bills, self.waiting = budget, out, asyncio.Event(), waiting
+    def __init__(self, budget: Budget, out: Replay) -> None:
+        self.budget, self.out, self.bills = budget, out, asyncio.Event()
 
     def halt(self, why: str) -> None:
         "No more calls."
@@ -51,8 +51,6 @@ class _Admission:
             return self.out.halted
         if ask.teacher.name in self.out.stopped:
             return f"stopped: {self.out.stopped[ask.teacher.name]}"
-        if ask.request.key in self.waiting:
-            return "in a batch: collect it first, or it is paid twice"
         too_dear = ask.worst_usd > self.budget.max_total_usd
         return f"budget: {ask.worst_usd:.4g} USD at worst is more than the whole ceiling" if too_dear else ""
 
@@ -328,13 +326,11 @@ async def replay_trace(
         bar = stack.enter_context(_bar(states, teachers, options))
         account = _Account(teachers, out, bar)
         again = set(options.ask_again)
-        planner = Planner(teachers, book, options.allow_same_vendor, again, out.contexts)
+        planner = Planner(teachers, book, options.allow_same_vendor, again, out.contexts, book.in_batches)
         check = _clean_check(teachers, options.personal) if options.check == "clean" else options.check
         if options.dry_run:
             return _estimate(planner, account, states, check, budget, options.progress)
-        from composer_nb.replay.batch import in_batches  # which builds on this module
-
-        caller = _Caller(teachers, book, _Admission(budget, out, in_batches(book)), options.concurrency)
+        caller = _Caller(teachers, book, _Admission(budget, out), options.concurrency)
         await _Replayer(planner, caller, options.gate or AskAll(), account).run(
             states, check, options.grace_s
         )

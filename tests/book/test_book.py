@@ -446,8 +446,8 @@ def test_page_one_answers_in_one_screen(book, browser):
         bottoms = browser.execute_script("""
             const places = "article :is(h1, h2, h3, .rubric, .verdicts-short table, .curve-plot svg)";
             return [...document.querySelectorAll(places)].map(node =>
-                [node.tagName, node.textContent.replace("#", "").trim(), \
-node.getBoundingClientRect().bottom])""")
+                [node.tagName, node.textContent.replace("#", "").trim(),
+                 node.getBoundingClientRect().bottom])""")
         short = browser.find_element(By.CSS_SELECTOR, ".verdicts-short").text.replace("\n", " ")
         verdicts = browser.find_element(By.CSS_SELECTOR, ".verdicts:not(.verdicts-short)").text.replace(
             "\n", " "
