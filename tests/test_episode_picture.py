@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from matplotlib.colors import to_hex
+
 from composer_nb.drills.episode_picture import FAULTY, RIGHT, STATE, boxes_of, draw
 from composer_nb.tasks.arithmetic import Arithmetic
 from composer_nb.tasks.contract import Turn, run
@@ -28,4 +30,6 @@ def test_drawing_shows_every_word_and_grows_with_the_text() -> None:
     )
     shown = [text.get_text() for ax in high.axes for text in ax.texts]
     assert shown == ["\n".join("abcdefghijklmnop"), "> ls\na.txt"]
+    assert [ax.get_title() for ax in high.axes] == ["before", "List it."]
+    assert [to_hex(ax.get_facecolor()) for ax in high.axes] == [to_hex(STATE), RIGHT]
     assert high.get_figheight() > low.get_figheight()

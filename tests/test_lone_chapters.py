@@ -195,6 +195,9 @@ def test_a_forked_kernel_knows_nothing_of_the_page_before(environments, nest, tm
         assert result.reason == ""
     failing = run_lone.Job("x", page("1 / 0"), ())
     assert "ZeroDivisionError" in run_lone.run_page(failing, python, none, tmp_path / "2", nest=nest).reason
+    child = run_lone.Job("x", page("raise RuntimeError('it failed:\\nline 3\\nin the end')"), ())
+    reason = run_lone.run_page(child, python, none, tmp_path / "3", nest=nest).reason
+    assert reason.startswith("cell 1: RuntimeError: it failed: … in the end")
 
 
 def test_forked_kernels_and_what_they_started_are_gone_afterwards(environments, nest, tmp_path: Path) -> None:

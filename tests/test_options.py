@@ -72,7 +72,7 @@ def all_words():
     with pytest.MonkeyPatch.context() as own:
         for room in (test_loss, test_trainer):
             own.setattr(room, "TOKENIZER", tiny.tokenizer(whole=True))
-        own.setattr(tiny.model, "__defaults__", (0, torch.float32, tiny.WHOLE))
+        own.setattr(tiny, "WORDS", tiny.WHOLE)
         yield
 
 

@@ -17,10 +17,11 @@ from composer_nb.batch import Padding, verified_rows
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.channels import verified_channel
-from composer_nb.tasks.contract import Fault, Outcome, Turn
+from composer_nb.tasks.contract import EpisodeLost, Fault, Outcome, Turn
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
 from composer_nb.tasks.house_rules import rules_of
+from composer_nb.tasks.rollouts import roll_out
 from composer_nb.tasks.ruled import Ruled
 from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.trainer import ComposerReplicationTrainer, Feedback
@@ -374,46 +375,49 @@ def test_a_checkpoint_without_the_memory_is_refused(tmp_path):
 
 
 class Sums:
-    """Two requests: what is taken again is right as the second answer only, and nothing else is there."""
+    """Three requests: "taken again" and the task's number are right as the second answer, and only there."""
 
     name = "sums"
 
-    def __init__(self, flaky=False):
-        self.flaky, self.opened = flaky, 0
+    def __init__(self, flaky=False, lives=3, lost=False):
+        self.flaky, self.opened, self.lives, self.lost = flaky, 0, lives, lost
 
     def tasks(self, split, count, seed=0):
         return list(range(count))
 
     def episode(self, task):
         self.opened += 1
-        return SumEpisode(task, self.opened if self.flaky else 0)
+        return SumEpisode(task, self.opened if self.flaky else 0, self.lives, self.lost)
 
     def hints(self, turn):
         return {} if turn.right else {"error": HINT}
 
 
 class SumEpisode:
-    def __init__(self, task, noise):
-        self.task, self.noise, self.turns = task, noise, []
+    def __init__(self, task, noise, lives, lost):
+        self.task, self.noise, self.turns, self.lives, self.lost = task, noise, [], lives, lost
         self.said = [{"role": "user", "content": f"Request: task {task}, first"}]
 
     @property
     def done(self):
-        return len(self.turns) == 2
+        return len(self.turns) == self.lives
 
     def messages(self):
         return list(self.said)
 
     def step(self, text):
         assert not self.done and HINT not in str(self.said)
-        right = (text == "taken again") is (len(self.turns) == 1)  # right there, and wrong before
+        if self.lost and self.turns:
+            raise EpisodeLost("gone")
+        right = (text == f"taken again {self.task}") is (len(self.turns) == 1)  # right there, wrong elsewhere
         fault = None if right else Fault("wrong_effect", "odd")
         number = len(self.turns)
         turn = Turn(self.said[-1]["content"], text, None, f"noted {self.noise}", fault, {}, number)
         self.turns.append(turn)
         self.said.append({"role": "assistant", "content": text})
         if not self.done:
-            self.said.append({"role": "user", "content": f"{turn.reply}. Request: task {self.task}, second"})
+            which = ("second", "third")[number]
+            self.said.append({"role": "user", "content": f"{turn.reply}. Request: task {self.task}, {which}"})
         return turn
 
     def outcome(self):
@@ -422,7 +426,7 @@ class SumEpisode:
 
 
 def over_turns(folder, family=None, says="taken again", trl=None, **options):
-    """Two steps over episodes whose second answer is always wrong at first; re-takes say `says`."""
+    """Two steps over episodes whose second answer is wrong at first; re-takes say `says` and which task."""
     family = family or Sums()
     tasks = family.tasks("train", 8)
     rollouts = TurnRollouts(family, tasks, lambda turn: family.hints(turn).get("error"))
@@ -440,7 +444,8 @@ def over_turns(folder, family=None, says="taken again", trl=None, **options):
         if not any(hinted):
             return sample(ids, *rest)
         assert all(hinted)
-        return [[*encode(TOKENIZER, says), TOKENIZER.eos_token_id] for _ in ids], None
+        tasks = [TOKENIZER.decode(row).split("Request: task ")[1].split(",")[0] for row in ids]
+        return [[*encode(TOKENIZER, f"{says} {task}"), TOKENIZER.eos_token_id] for task in tasks], None
 
     trainer._generate_single_turn = scripted
     before = [p.detach().clone() for p in trainer.model.parameters()]
@@ -464,10 +469,26 @@ def test_the_faulty_turn_is_taken_again_where_it_stood_and_learned_without_the_h
             assert TOKENIZER.decode(ids[row][scored[row]]).startswith("taken again")
             context = ids[row][attention[row] & ~scored[row]].tolist()
             text = TOKENIZER.decode(context)
-            assert HINT not in text and "first" in text and "second" in text
+            assert HINT not in text and "second" in text and "third" not in text
+            task = text.split("Request: task ")[1].split(",")[0]
+            assert f"taken again {task}" in TOKENIZER.decode(ids[row][scored[row]])
             assert context in [one for call in contexts for one in call]  # as the student had read it
     for text in (TOKENIZER.decode(one) for call in contexts for one in call):
-        assert HINT not in text or text.index("first") < text.index(HINT)
+        assert HINT not in text or text.index("second") < text.index(HINT) and "third" not in text
+
+
+@pytest.mark.parametrize("other", [Sums(lives=1), Sums(lost=True), Sums(flaky=True)])
+def test_a_turn_that_cannot_be_reached_again_is_neither_right_nor_wrong(other):
+    """The second time the episode ends early, is lost, or answers otherwise."""
+    family, tasks = Sums(), [0, 1]
+    rollouts, prompt = TurnRollouts(family, tasks, lambda turn: None), prompts_of(family, tasks)[1]["prompt"]
+    said = iter(["a", "b", "c"])
+    (row,) = roll_out([family.episode(1)], TOKENIZER, lambda _: [encode(TOKENIZER, next(said))])
+    tries = ["taken again 1", "taken again 0", "b"]
+    assert [rollouts.retake(prompt, {"trajectory": row}, 1, text) for text in tries] == [1.0, 0.0, 0.0]
+    assert rollouts.retake(prompt, {"trajectory": row}, 2, "taken again 1") == 0.0
+    rollouts.family = other
+    assert rollouts.retake(prompt, {"trajectory": row}, 1, tries[0]) is None
 
 
 @pytest.mark.parametrize("family", [Sums(), Sums(flaky=True)])
@@ -489,8 +510,10 @@ def test_what_passed_at_a_turn_is_learned_again_later(tmp_path):
 
 
 def test_lift_and_gated_hints_still_refuse_rollout_functions(tmp_path):
-    for options in (dict(lift_steps=1), dict(hint_mode="gated")):
-        with pytest.raises(ValueError, match="samples single turns"):
+    gated = "hint_mode='gated' samples single turns.*set hint_mode='distil' with.*, a rollout function or"
+    for options, says in [(dict(lift_steps=1), "lift_steps samples single turns.*set lift_steps=0"),
+                          (dict(hint_mode="gated"), gated)]:  # fmt: skip
+        with pytest.raises(ValueError, match=says):
             over_turns(tmp_path, **options)
 
 

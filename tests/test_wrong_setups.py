@@ -10,15 +10,27 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
 from composer_nb.diloco.payload import spec_of
 from composer_nb.diloco.rendezvous import DuplicateRank, Record, Rendezvous, RendezvousError
 from composer_nb.diloco.store import open_bucket
-from composer_nb.drills.wrong_setups import Row, Run, agree, all_drills, late_faults, other_setups, scratch
+from composer_nb.drills.wrong_setups import (
+    Row,
+    Run,
+    agree,
+    all_drills,
+    late_faults,
+    other_setups,
+    page,
+    plot_rounds,
+    scratch,
+)
 
 # By fault: the error's class, what it says is wrong, what it says to do.
 REFUSED = {
@@ -155,6 +167,20 @@ def test_a_store_that_is_away_stops_all_and_takes_nothing_with_it(rows, fault):
 
 
 # --- the drills themselves -------------------------------------------------------------------------
+
+
+def test_the_table_and_the_picture_show_every_drill():
+    rows = [Row("a full disk", "folder", "the wrong one", "OutOfRoom", "no room; free some", 3, 4, 6, 1, 0),
+            Row("twins", "folder", "all", "", "", 1, 1, 2, 0, 0)]  # fmt: skip
+    shown = page(rows).to_html()
+    for words in ("a full disk", "OutOfRoom", "free some", "twins", "none"):
+        assert words in shown
+    figure, ax = plt.subplots()
+    plot_rounds(SimpleNamespace(times=[(10.0, 0), (12.0, 1), (15.0, 2)], marks=[(11.0, "twins")]), ax)
+    (line,) = [line for line in ax.lines if len(line.get_xdata()) == 3]
+    assert line.get_xdata().tolist() == [0, 2, 5] and line.get_ydata().tolist() == [0, 1, 2]
+    assert [text.get_text() for text in ax.texts] == ["twins"]
+    plt.close(figure)
 
 
 def test_a_healthy_replica_that_ends_is_noticed(tmp_path):

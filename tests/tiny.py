@@ -37,11 +37,13 @@ def tokenizer(whole: bool = False) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(prepare_smollm2() if whole else _few_words())
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = WORDS) -> LlamaForCausalLM:
-    """A two-layer random Llama over the tokenizer's vocabulary."""
+def model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int | None = None
+) -> LlamaForCausalLM:
+    """A two-layer random Llama over `vocab_size` words, those of `tokenizer()` if not said."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=WORDS if vocab_size is None else vocab_size,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,

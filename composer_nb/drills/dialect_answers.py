@@ -12,12 +12,7 @@ from typing import Any
 from composer_nb.traces import Action
 
 Json = dict[str, Any]
-PROMPT, OUT, THOUGHT, CACHED = (
-    40,
-    12,
-    3,
-    8,
-)  # tokens of an answer: thoughts beside `OUT`, cached within `PROMPT`
+PROMPT, OUT, THOUGHT, CACHED = 40, 12, 3, 8  # tokens: thoughts beside `OUT`, cached within `PROMPT`
 
 
 def written(arguments: Any) -> str:

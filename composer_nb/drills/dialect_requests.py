@@ -197,12 +197,10 @@ def heard_messages(body: Json) -> tuple[str, Events]:
     for message in body["messages"]:
         kinds = [block["type"] for block in message["content"]]
         results = [block for block in message["content"] if block["type"] == "tool_result"]
-        if {block["tool_use_id"] for block in results} != waiting.keys() or kinds[: len(results)] != [
-            "tool_result"
-        ] * len(results):
-            raise Wrong(
-                "tool_use ids were found without tool_result blocks immediately after, or the other way round"
-            )
+        first = all(kind == "tool_result" for kind in kinds[: len(results)])
+        if not first or {block["tool_use_id"] for block in results} != waiting.keys():
+            said = "tool_use ids were found without tool_result blocks immediately after"
+            raise Wrong(f"{said}, or the other way round")
         for block in message["content"]:
             if block["type"] == "tool_result":
                 events.append(("result", waiting[block["tool_use_id"]], plain(block.get("content", ""))))

@@ -27,9 +27,9 @@ from .shards import refuse_shards
 from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
-__all__ = ['refuse_hint_settings', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows', 'UpdateTeacher',
-           'FeedbackTrainer', 'placer_of', 'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward',
-           'credited_advantages']
+__all__ = ['refuse_hint_settings', 'refuse_sampling', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows',
+           'UpdateTeacher', 'FeedbackTrainer', 'placer_of', 'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say',
+           'fresh_reward', 'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
 def refuse_hint_settings(trainer: Any) -> None:
@@ -41,24 +41,11 @@ def refuse_hint_settings(trainer: Any) -> None:
             f"steps_per_generation={generated} must be a multiple of gradient_accumulation_steps={step}: "
             "channel 2 divides by the compared tokens of a whole optimizer step"
         )
-    funcs = trainer.reward_funcs
-    plain = all(
-        callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f) for f in funcs
-    )
-    again = args.hint_mode != "distil"  # answers with a hint are sampled and graded
-    turns = args.hint_mode == "verified" and not args.lift_steps and hasattr(trainer.rollout_func, "retake")
-    single = turns or not trainer.rollout_func
-    single &= not (trainer.use_vllm or trainer.tools or trainer.environment_factories)
-    asks = f"hint_mode={args.hint_mode!r}" if again else "lift_steps"
-    cure = "hint_mode='distil'" if again else "lift_steps=0"
-    if (args.lift_steps or again) and not (plain and single):
-        raise ValueError(
-            f"{asks} samples single turns with transformers and grades them with plain reward functions: "
-            f"set {cure} with vLLM, tools, environments, a rollout function or reward models"
-        )
-    reader = trainer._text_tokenizer()
-    if (args.lift_steps or again) and getattr(reader, "response_template", None) is not None:
-        raise ValueError(f"{asks} grades plain texts, and this tokenizer has a response_template: set {cure}")
+    if args.hint_mode != "distil":
+        taken_again = args.hint_mode == "verified" and hasattr(trainer.rollout_func, "retake")
+        refuse_sampling(trainer, f"hint_mode={args.hint_mode!r}", "hint_mode='distil'", taken_again)
+    if args.lift_steps:
+        refuse_sampling(trainer, "lift_steps", "lift_steps=0")
     if args.lift_steps and args.teacher == "trust_region":
         said = "lift_steps samples from the teacher, and a trust region is a mixture of two models' logits"
         raise ValueError(f"{said}: set lift_steps=0")
@@ -66,6 +53,25 @@ def refuse_hint_settings(trainer: Any) -> None:
         said = "each environment renders its own tools, and hinted contexts would hold those of all"
         raise ValueError(f"{said}: give one environment, or set alpha_sdpo=0")
     require_conversations(trainer.train_dataset)
+
+# %% ../../nbs/training/39_hinting.ipynb #refuse9
+def refuse_sampling(trainer: Any, asks: str, cure: str, rollouts: bool = False) -> None:
+    """Raises ValueError where answers with a hint cannot be sampled and graded, as the option `asks` wants.
+    `rollouts`: whether the rollout function can take a turn again.
+    """
+    plain = all(
+        callable(f) and not isinstance(f, nn.Module) and not inspect.iscoroutinefunction(f)
+        for f in trainer.reward_funcs
+    )
+    single = rollouts or not trainer.rollout_func
+    if not (plain and single) or trainer.use_vllm or trainer.tools or trainer.environment_factories:
+        others = "a rollout function without `retake`" if "verified" in asks else "a rollout function"
+        raise ValueError(
+            f"{asks} samples single turns with transformers and grades them with plain reward functions: "
+            f"set {cure} with vLLM, tools, environments, {others} or reward models"
+        )
+    if getattr(trainer._text_tokenizer(), "response_template", None) is not None:
+        raise ValueError(f"{asks} grades plain texts, and this tokenizer has a response_template: set {cure}")
 
 # %% ../../nbs/training/39_hinting.ipynb #refuse0
 def refuse_model(trainer: Any) -> None:

@@ -18,7 +18,7 @@ from .turn_credit import turn_returns
 
 # %% auto #0
 __all__ = ['TASK', 'Hint', 'TurnReward', 'Where', 'prompts_of', 'task_number', 'columns_of_rows', 'played', 'said_in',
-           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'turn_again', 'Retakes', 'TurnRollouts']
+           'refuse_place', 'hinted_faults', 'first_fault', 'placed', 'chosen', 'Retakes', 'TurnRollouts']
 
 # %% ../../nbs/training/45_turns.ipynb #tu000006
 TASK = "task"  # key of the last message of a prompt: which task it opens
@@ -116,39 +116,30 @@ def chosen(found: tuple[Feedback, ...], where: Where, rng: random.Random) -> tup
         return (one,)
     return Feedback(one.hint, at, compared=False), Feedback("", one.site)
 
-# %% ../../nbs/training/45_turns.ipynb #tu0000r2
-def turn_again(
-    row: Trajectory, episode: Episode, turn: int, text: str, earns: TurnReward | None = None
-) -> float | None:
-    """What `text` earns as answer number `turn` of a rollout, in a fresh episode of its task. None where that
-    is lost, or does not go the way that the rollout went.
-    """
-    said = [message["content"] for message in row.messages if message.get("sampled")]
-    try:
-        before = [episode.step(answer).reply for answer in said[:turn]]
-        if row.lost or episode.done or before != [one.reply for one in row.outcome.turns[:turn]]:
-            return None
-        found = episode.step(text)
-    except EpisodeLost:
-        return None
-    return float(found.right) if earns is None else float(earns(found))
-
 # %% ../../nbs/training/45_turns.ipynb #tu0000r5
 class Retakes:
     "What a rollout function needs so that its turns can be taken again."
 
     family: TaskFamily
     tasks: Sequence[Any]
-    turn_reward: TurnReward | None
 
     def retake(
         self, prompt: Sequence[Mapping[str, Any]], columns: Mapping[str, Any], turn: int, text: str
     ) -> float | None:
-        """What answer number `turn` of a rollout would have earned, had it been `text`: the episode is played
-        again up to there. By `turn_reward`, else 1 for a right turn. None where that cannot be said.
+        """1 if `text` would have been right as answer number `turn` of a rollout, else 0. None where nobody
+        can say: a fresh episode of the task is lost on the way there, or does not go as the rollout went.
         """
-        episode = self.family.episode(self.tasks[task_number(prompt, len(self.tasks))])
-        return turn_again(columns["trajectory"], episode, turn, text, self.turn_reward)
+        row, number = columns["trajectory"], task_number(prompt, len(self.tasks))
+        answers = [i for i, message in enumerate(row.messages) if message.get("sampled")][: turn + 1]
+        try:
+            episode = self.family.episode(self.tasks[number])
+            for at in answers:
+                if episode.done or episode.messages()[-1] != row.messages[at - 1]:
+                    return None
+                found = episode.step(text if at == answers[-1] else row.messages[at]["content"])
+        except EpisodeLost:
+            return None
+        return float(found.right)
 
 # %% ../../nbs/training/45_turns.ipynb #tu0000b8
 class TurnRollouts(Retakes):
