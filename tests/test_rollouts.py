@@ -120,9 +120,9 @@ def test_answers_are_drawn_from_the_models_own_distribution(monkeypatch):
 @pytest.mark.model
 def test_the_bundled_model_is_sampled_as_it_is(monkeypatch):
     model, tokenizer = load_model()
-    tasks = Files(dials=(Difficulty(3), Difficulty(4))).tasks("heldout", 16)
+    tasks = Files(dials=(Difficulty(3), Difficulty(4))).tasks("heldout", 8)
     contexts = [encode(tokenizer, render(tokenizer, FAMILY.episode(task).messages())) for task in tasks]
-    answers = drawn(model.eval(), tokenizer, contexts, 24, monkeypatch)
+    answers = drawn(model.eval(), tokenizer, contexts, 16, monkeypatch)
     assert abs(surprise(model, contexts, answers)) < 4
 
 
@@ -188,7 +188,7 @@ def test_sampled_rollouts_line_up_on_every_faulty_turn(template):
     """
     model, tokenizer = load_model()
     options = {"chat_template": template} if template else {}
-    tasks = FAMILY.tasks("heldout", 8)
+    tasks = FAMILY.tasks("heldout", 4)
     collator = ComposerDataCollator(tokenizer, template=options)
     how = Sampling(6, 1.0, 8, seed=0)
     compared = rollouts = 0
@@ -207,7 +207,7 @@ def test_sampled_rollouts_line_up_on_every_faulty_turn(template):
                 held = batch["sdpo_loss_mask"][i]
                 read = batch["ctx_teacher_input_ids"][i, batch["teacher_response_idx"][i, held]]
                 assert read.tolist() == row.ids[a:b]
-    assert rollouts >= 7 and compared > 40
+    assert rollouts >= 3 and compared > 20
 
 
 def test_the_same_seed_samples_the_same():
