@@ -9,7 +9,8 @@ are imported once for many pages; of each environment the first page starts from
 
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
 same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
-on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there and adds to it.
+on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there or
+is not in it yet, and adds to it.
 """
 
 from __future__ import annotations
@@ -516,14 +517,17 @@ def report(
     return {"python": facts["python"], "versions": facts, "chapters": every, "ran": ran, "failed": failed}
 
 
-def to_run_again(file: Path, python: str) -> dict:
-    """A report of this Python in which pages failed. Raises SystemExit, with what to do, for any other."""
+def to_run_again(file: Path, python: str, every: Sequence[str]) -> tuple[dict, list[str]]:
+    """A report of this Python, without pages that are no more, and which of `every` page failed in it or are
+    new. Raises SystemExit, with what to do, where there are none, and for another Python.
+    """
     before = json.loads(file.read_text(encoding="utf-8"))
     if before["python"] != python:
         raise SystemExit(f"{file} is of Python {before['python']}, not {python}: name that one with --python")
-    if not before["failed"]:
+    kept = {name: [page for page in before[name] if page in every] for name in ("chapters", "ran")}
+    if not (pages := [page for page in every if page not in kept["ran"]]):
         raise SystemExit(f"every page of {file} ran; leave out --again to run them all")
-    return before
+    return before | kept, pages
 
 
 def slowest(results: Sequence[Result], many: int) -> Iterator[str]:
@@ -540,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", help="beginnings of file or folder names; without any, every page"
     )
-    parser.add_argument("--again", type=Path, help="a report: run what failed in it, and add what ran now")
+    parser.add_argument("--again", type=Path, help="a report: run what failed in it or is new, and add it")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to take pages and archive from")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
     parser.add_argument("--workers", type=int, default=2, help="pages at a time")
@@ -558,8 +562,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     root, started = args.root.resolve(), time.monotonic()
     if args.again and args.names:
         parser.error("--again says which pages run: leave the names out")
-    before = to_run_again(args.again, facts_of(args.python, ())["python"]) if args.again else None
-    chapters = picked(root, list(before["failed"]) if before else args.names)
+    before, again = None, list[str]()
+    if args.again:
+        before, again = to_run_again(args.again, facts_of(args.python, ())["python"], lone_pages(root))
+    chapters = picked(root, again or args.names)
     jobs = [prepare(page, root) for page in chapters]
     with tempfile.TemporaryDirectory(prefix="composer_nb_lone_") as temporary:
         folder = args.envs.resolve() if args.envs else Path(temporary) / "envs"

@@ -758,6 +758,33 @@ def test_no_error_holds_the_key(server, tmp_path, step, status):
     assert KEY not in said and ("refused, " in said or status != 400)
 
 
+def test_who_waits_is_told_of_a_trouble_once_and_at_once(server, tmp_path, capsys):
+    send(teacher(server), tmp_path / "l")
+    server.refuse = {"look": 500}
+
+    def mended():
+        while server.asked < 3:
+            time.sleep(0.01)
+        said.append(capsys.readouterr().err)
+        server.refuse = {}
+        server.finish()
+
+    said, server.asked, routed = [], 0, server.routed
+
+    def counted(method, dialect, path, *rest):
+        server.asked += "batch_0" in path
+        return routed(method, dialect, path, *rest)
+
+    server.routed = counted
+    thread = threading.Thread(target=mended)
+    thread.start()
+    came = collect(teacher(server, max_attempts=1), tmp_path / "l", wait=True, poll_s=0.05, progress=True)
+    thread.join()
+    assert came.answered == 12 and came.troubles == []
+    assert "http_500" in said[0] and capsys.readouterr().err.count("http_500") == 0
+    assert said[0].count("http_500") == 1
+
+
 def test_the_key_is_nowhere(server, tmp_path):
     """Not in the files beside the ledger, and not where a service puts it into an answer."""
     send(teacher(server), tmp_path / "l")

@@ -140,12 +140,12 @@ def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     assert both["chapters"] == ["a", "b", "c"] and both["versions"]["torch"] == "2"
     file = tmp_path / "lone.json"
     file.write_text(json.dumps(both))
-    assert list(run_lone.to_run_again(file, "3.12.1")["failed"]) == ["c"]
+    before, pages = run_lone.to_run_again(file, "3.12.1", ["b", "c", "new"])
+    assert pages == ["c", "new"] and before["chapters"] == ["b", "c"] and before["ran"] == ["b"]
     with pytest.raises(SystemExit, match=r"is of Python 3.12.1, not 3.13.0"):
-        run_lone.to_run_again(file, "3.13.0")
-    file.write_text(json.dumps(both | {"failed": {}}))
+        run_lone.to_run_again(file, "3.13.0", ["a"])
     with pytest.raises(SystemExit, match="every page of"):
-        run_lone.to_run_again(file, "3.12.1")
+        run_lone.to_run_again(file, "3.12.1", ["a", "b"])
 
 
 def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> None:

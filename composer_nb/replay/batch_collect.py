@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -257,7 +258,7 @@ async def collect_batch(
 
 # %% ../../nbs/replay/24_batch_collect.ipynb #bco014b
 async def _until_done(collector: _Collector, wait: bool, poll_s: float, progress: bool) -> None:
-    total = sum(len(note.keys) for note in collector.left.values())
+    total, said = sum(len(note.keys) for note in collector.left.values()), set[str]()
     with tqdm(total=total, desc="batches", unit="request", disable=not progress) as bar:
         while True:
             await collector.look()
@@ -266,4 +267,7 @@ async def _until_done(collector: _Collector, wait: bool, poll_s: float, progress
             bar.set_postfix(failed=sum(state.failed for state in states), batches=len(collector.left))
             if not wait or not collector.left:
                 return
+            for trouble in sorted(set(collector.out.troubles) - said) if progress else ():
+                bar.write(trouble, file=sys.stderr)  # who waits for hours is told now, and once
+                said.add(trouble)
             await asyncio.sleep(poll_s)
