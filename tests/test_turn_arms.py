@@ -41,13 +41,14 @@ def begun(tmp_path_factory):
 
 
 def test_what_the_start_is_told():
-    """A hinted answer keeps the rule that stands above it, behind refusals of what was plain."""
+    """A hinted answer keeps the rule above it, behind refusals of what was plain."""
     tasks, _ = arm.tasks_of(SETTINGS)
     hinted, plain = ([arm.told(TOKENIZER, random.Random(n), tasks, SETTINGS, how) for n in range(12)]
                      for how in (True, False))  # fmt: skip
     read = lambda ids: TOKENIZER.decode(ids)  # noqa: E731
     for context, answer in hinted:
-        inside = re.findall(r'All arguments must stand inside one argument ("\w+")\. Here that is', read(context))
+        said = r'All arguments must stand inside one argument ("\w+")\. Here that is'
+        inside = re.findall(said, read(context))
         assert len(inside) == 1 and f'"arguments": {{{inside[0]}: ' in read(answer)
         assert answer[-1] == TOKENIZER.eos_token_id
     assert {"refused:" in read(context) for context, _ in hinted} == {True, False}

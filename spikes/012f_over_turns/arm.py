@@ -1,8 +1,8 @@
 """One cell of the ladder over turns in a process of its own: `python arm.py SPEC.json ANSWER.json`, see
 `composer_nb.launch.ladder`.
 
-Every arm begins with the weights of the arm `start` and, for a seed, with the same tasks and the same first rollouts.
-Prints one line per optimizer step.
+Every arm begins with the weights of the arm `start` and, for a seed, with the same tasks and the same first
+rollouts. Prints one line per optimizer step.
 """
 
 import json
@@ -45,8 +45,9 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
 NEUTRAL = "Read the request once more and answer it."
 LONGEST = 1024  # tokens of a conversation
 SETTINGS = frozenset(
-    "rules rule_seed wording partial turns judge questions pool start_steps start_hinted start_kinds probe budget look "
-    "prompts samples alpha retakes retake_repeats retake_pass learning_rate temperature max_new_tokens model".split()
+    "rules rule_seed wording partial turns judge questions pool start_steps start_hinted start_kinds probe "
+    "budget look prompts samples alpha retakes retake_repeats retake_pass learning_rate temperature "
+    "max_new_tokens model".split()
 )
 JUDGES = ("validation", "heldout")
 
@@ -61,7 +62,8 @@ def refuse(spec: dict) -> None:
     if spec["judge"] not in JUDGES:
         raise ValueError(f"judge={spec['judge']!r} is none of {', '.join(JUDGES)}")
     if not 0 <= spec["start_hinted"] <= 1 or bool(spec["start_hinted"]) != bool(spec["start_kinds"]):
-        raise ValueError(f"start_hinted={spec['start_hinted']}, start_kinds={spec['start_kinds']}: a share of some kinds")
+        told = f"start_hinted={spec['start_hinted']}, start_kinds={spec['start_kinds']}"
+        raise ValueError(f"{told}: a share of some kinds")
     if unfair := sorted(set(spec["start_kinds"]) & set(spec["rules"])):
         raise ValueError(f"start_kinds: {unfair} are the rules that an arm has to find")
 
@@ -73,8 +75,8 @@ def family_of(spec: dict, rules: Sequence[Rule] | None = None) -> Ruled:
 
 
 def tasks_of(spec: dict) -> tuple[list[Any], list[Any]]:
-    """Tasks to train on and to judge by: `judge` is validation (other tasks over the names of the training split) or
-    heldout, whose names and folders no training task has.
+    """Tasks to train on and to judge by: `judge` is validation (other tasks over the names of the training
+    split) or heldout, whose names and folders no training task has.
     """
     family = family_of(spec)
     mine = list(family.tasks("train", spec["pool"], 0))
@@ -89,8 +91,9 @@ def spread(share: float, count: int) -> list[bool]:
 
 
 def hinted_start(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict) -> list[float]:
-    """A start of single answers in the middle of conversations. A share `start_hinted` of them, spread evenly, keeps a
-    rule of `start_kinds` that the hint above the answer says; the others are plain. Cross entropy per token and step.
+    """A start of single answers in the middle of conversations. A share `start_hinted` of them, spread evenly,
+    keeps a rule of `start_kinds` that the hint above the answer says; the others are plain. Cross entropy per
+    token and step.
     """
     drawn, placer, losses = random.Random(0), Padding("right", tokenizer.pad_token_id), []
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-5, weight_decay=0.0)
@@ -109,8 +112,9 @@ def hinted_start(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict) 
 def told(
     tokenizer: Any, drawn: random.Random, tasks: Sequence[Any], spec: dict, hinted: bool
 ) -> tuple[list[int], list[int]]:
-    """A conversation and its next answer: with a hint above it if `hinted` and if the rule of that hint asks for anything
-    there, and then what was said before it was plain and refused; else without one, in a house without rules.
+    """A conversation and its next answer: with a hint above it if `hinted` and if the rule of that hint asks
+    for anything there, and then what was said before it was plain and refused; else without one, in a house
+    without rules.
     """
     end = [tokenizer.eos_token_id]
     rules = rules_of(0, drawn.randrange(1000), [drawn.choice(spec["start_kinds"])]) if hinted else ()
@@ -149,10 +153,11 @@ def arguments(spec: dict, folder: str) -> ComposerConfig:
     rows = spec["prompts"] * spec["samples"]
     return ComposerConfig(
         folder, max_steps=spec["budget"] // (rows * spec["turns"]), per_device_train_batch_size=rows,
-        num_generations=spec["samples"], temperature=spec["temperature"], max_completion_length=spec["max_new_tokens"],
-        learning_rate=spec["learning_rate"], lr_scheduler_type="constant", loss_type="dr_grpo", scale_rewards="none",
-        logging_steps=1, bf16=False, use_cpu=spec["device"] == "cpu", gradient_checkpointing=False, report_to="none",
-        save_strategy="no", disable_tqdm=True, seed=spec["seed"], data_seed=spec["seed"], beta_replay=0.0, skip_idle_rows=True,
+        num_generations=spec["samples"], temperature=spec["temperature"],
+        max_completion_length=spec["max_new_tokens"], learning_rate=spec["learning_rate"],
+        lr_scheduler_type="constant", loss_type="dr_grpo", scale_rewards="none", logging_steps=1, bf16=False,
+        use_cpu=spec["device"] == "cpu", gradient_checkpointing=False, report_to="none", save_strategy="no",
+        disable_tqdm=True, seed=spec["seed"], data_seed=spec["seed"], beta_replay=0.0, skip_idle_rows=True,
         **{"alpha_sdpo": spec["alpha"]} | options,
     )  # fmt: skip
 
@@ -160,12 +165,13 @@ def arguments(spec: dict, folder: str) -> ComposerConfig:
 def played(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict, how: Sampling) -> list[Trajectory]:
     family = family_of(spec)
     policy.eval()
-    return roll_out([family.episode(task) for task in tasks], tokenizer, sampler(policy, tokenizer, how), LONGEST)
+    episodes = [family.episode(task) for task in tasks]
+    return roll_out(episodes, tokenizer, sampler(policy, tokenizer, how), LONGEST)
 
 
 def score(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict) -> dict[str, list[float]]:
-    """Greedy episodes of the tasks that judge: reward, solved, share of turns whose call keeps the rules, and whether the
-    very first does, before anything was refused; one number each. Words around a call keep none.
+    """Greedy episodes of the tasks that judge: reward, solved, share of turns whose call keeps the rules, and
+    whether the very first does, before anything was refused; one number each. Words around a call keep none.
     """
     rows = played(policy, tokenizer, tasks, spec, Sampling(spec["max_new_tokens"], 0.0, 32))
     kept = [[float(turn.call is not None) for turn in row.outcome.turns] for row in rows]
@@ -178,18 +184,19 @@ def score(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict) -> dict
 
 
 def bare_rates(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict) -> dict[str, list[float]]:
-    """Where the dial stands: whether answers sampled as an arm samples keep the rules, in the first turn and in later
-    ones, which may have read a refusal.
+    """Where the dial stands: whether answers sampled as an arm samples keep the rules, in the first turn and in
+    later ones, which may have read a refusal.
     """
     drawn = random.Random(1).choices(tasks, k=spec["probe"])
     how = Sampling(spec["max_new_tokens"], spec["temperature"], 32, seed=1)
-    rows = [[turn.call is not None for turn in row.outcome.turns] for row in played(policy, tokenizer, drawn, spec, how)]
-    return {"bare_first": [float(one[0]) for one in rows], "bare_later": [float(k) for one in rows for k in one[1:]]}
+    found = played(policy, tokenizer, drawn, spec, how)
+    rows = [[float(turn.call is not None) for turn in row.outcome.turns] for row in found]
+    return {"bare_first": [one[0] for one in rows], "bare_later": [kept for one in rows for kept in one[1:]]}
 
 
 class Curve(TrainerCallback):
-    """A line per optimizer step. The score at the last step that keeps within each `look` sampled answers, those of every
-    turn and re-takes counted; at the last step that keeps within `budget` the arm ends.
+    """A line per optimizer step. The score at the last step that keeps within each `look` sampled answers,
+    those of every turn and re-takes counted; at the last step that keeps within `budget` the arm ends.
     """
 
     def __init__(self, spec: dict, say: Callable[[str], None], look: Callable[[], dict]) -> None:
@@ -210,11 +217,13 @@ class Curve(TrainerCallback):
         rollouts = self.spec["prompts"] * self.spec["samples"]
         self.sampled += int(rollouts * self.spec["turns"] + float(logs.get("sdpo/retakes", 0)))
         name = f"{self.spec['arm']}, seed {self.spec['seed']}: {self.sampled}/{self.spec['budget']} answers"
-        passed = f"  passed {logs['sdpo/retakes_passed']}/{logs['sdpo/retakes']}" if "sdpo/retakes_passed" in logs else ""
+        again = [float(logs[f"sdpo/{one}"]) for one in ("retakes_passed", "retakes") if f"sdpo/{one}" in logs]
+        passed = f"  passed {again[0]:.0f} of {again[1]:.0f}" if len(again) == 2 else ""
         self.say(f"{name}  reward {float(logs['reward']):.3f}{passed}")
         if self.sampled + self.dearest > self.next:
             found = self.look()
-            self.points.append({"step": state.global_step, "sampled": self.sampled, "seconds": self.trained} | found)
+            place = {"step": state.global_step, "sampled": self.sampled, "seconds": self.trained}
+            self.points.append(place | found)
             self.say(f"{name}  solved {mean(found['exact']):.3f}  rules kept {mean(found['kept']):.3f}")
             control.should_training_stop = self.next >= self.spec["budget"]
             self.next += self.spec["look"]
@@ -227,7 +236,8 @@ def make_start(spec: dict) -> dict:
     losses = hinted_start(policy, tokenizer, mine, spec)
     policy.save_pretrained(spec["start"])
     tokenizer.save_pretrained(spec["start"])
-    series = {"losses": losses} | bare_rates(policy, tokenizer, mine, spec) | score(policy, tokenizer, judges, spec)
+    series = {"losses": losses} | bare_rates(policy, tokenizer, mine, spec)
+    series |= score(policy, tokenizer, judges, spec)
     means = ("exact", "graded", "kept", "first_kept", "bare_first", "bare_later")
     return {"figures": {name: mean(series[name]) for name in means if series[name]}, "series": series}
 
