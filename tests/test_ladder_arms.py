@@ -21,7 +21,8 @@ SETTINGS = dict(
     rules=["name_suffix"], rule_seed=0, wording="named", reward="graded", partial=True, judge="validation",
     questions=2, pool=459, heldout_pool=197, longest_schema=300, start_steps=1, start_share=0.0,
     start_hinted=0.5, start_kinds=["wrapped"], probe=2, budget=4, look=4, prompts=1, samples=2, alpha=1.0,
-    retakes=1, retake_repeats=2, retake_pass=1.0, learning_rate=1e-3, temperature=1.0, max_new_tokens=4,
+    retakes=1, retake_repeats=2, retake_pass=1.0, retake_temperature=None, learning_rate=1e-3,
+    temperature=1.0, max_new_tokens=4,
 )  # fmt: skip
 
 

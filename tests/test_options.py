@@ -216,6 +216,7 @@ TRAINED = {
     "retake_pass": (VERIFIED, VERIFIED | dict(retake_pass=0.8)),
     "retake_rest": (VERIFIED, VERIFIED | dict(retake_rest=2)),
     "retake_repeats": (VERIFIED, VERIFIED | dict(retake_repeats=2)),
+    "retake_temperature": (VERIFIED, VERIFIED | dict(retake_temperature=0.0)),
 }
 # What a run says rather than how it trains: these change the log, not the weights.
 REPORTED = {"lift_steps": "sdpo/lift", "grad_norm_steps": "sdpo/grad_norm"}

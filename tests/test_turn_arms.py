@@ -21,8 +21,8 @@ loaded.loader.exec_module(arm)
 SETTINGS = dict(
     rules=["name_suffix"], rule_seed=0, wording="spelled", partial=0.3, turns=2, judge="validation",
     questions=2, pool=8, start_steps=1, start_hinted=0.5, start_kinds=["wrapped"], probe=2, budget=10,
-    look=5, prompts=1, samples=2, alpha=1.0, retakes=1, retake_repeats=2, retake_pass=1.0, learning_rate=1e-3,
-    temperature=1.0, max_new_tokens=4,
+    look=5, prompts=1, samples=2, alpha=1.0, retakes=1, retake_repeats=2, retake_pass=1.0,
+    retake_temperature=0.0, learning_rate=1e-3, temperature=1.0, max_new_tokens=4,
 )  # fmt: skip
 TOKENIZER = tokenizer()
 

@@ -4,6 +4,8 @@ prompt's cross entropy.
 
 import json
 import logging
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -12,22 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loss import full_batch
 from test_trainer import TOKENIZER, arguments, build, log
+from transformers import GenerationConfig
 
 from composer_nb.batch import Padding, verified_rows
 from composer_nb.hints import encode, render
+from composer_nb.hints.place import hinted_context_ids
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.channels import verified_channel
 from composer_nb.tasks.contract import EpisodeLost, Fault, Outcome, Turn
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
 from composer_nb.tasks.house_rules import rules_of
-from composer_nb.tasks.rollouts import roll_out
+from composer_nb.tasks.rollouts import Sampling, roll_out, sampler
 from composer_nb.tasks.ruled import Ruled
 from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.trainer import ComposerReplicationTrainer, Feedback
 from composer_nb.training.config import adopt
 from composer_nb.training.turns import TurnRollouts, prompts_of
-from composer_nb.training.verified import Rest, dry_rows, ended, first_of_each
+from composer_nb.training.verified import Rest, dry_rows, ended, first_of_each, sampled_at
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 VERIFIED = dict(alpha_sdpo=0.7, hint_mode="verified")
@@ -196,6 +200,39 @@ def test_the_logged_loss_is_that_of_the_bare_prompt(tmp_path):
     assert lines[0]["sdpo/loss"] == pytest.approx(wanted.item(), rel=1e-4)
 
 
+def test_cool_re_takes_are_the_models_most_likely_answers(tmp_path):
+    """Behind the hint, in every batch; the run itself goes on to draw."""
+    rolled = []
+    for options in ({}, dict(retake_temperature=0.0)):
+        checker, model = Checker(), tiny.model()
+        trl = dict(max_steps=2, learning_rate=0.0)
+        trainer, _, _ = trained(tmp_path / str(len(rolled)), checker, model=model, trl=trl, **options)
+        rolled.append(checker)
+        assert trainer.generation_config.do_sample and trainer.generation_config.temperature == 1.0
+        assert trainer.generation_kwargs["do_sample"] and trainer.generation_kwargs["temperature"] == 1.0
+    drawn, cool = (checker.retaken for checker in rolled)
+    assert [prompts for prompts, _ in drawn] == [prompts for prompts, _ in cool]
+    greedy = sampler(tiny.model(), TOKENIZER, Sampling(len(cool[0][1][0]), 0.0))
+    for prompts, answers in cool:
+        bare = [encode(TOKENIZER, render(TOKENIZER, prompt)) for prompt in prompts]
+        contexts = [hinted_context_ids(TOKENIZER, *pair) for pair in zip(prompts, [HINT] * len(bare), bare)]
+        assert [list(ids) for ids in answers] == greedy(contexts)
+    assert any(a != b for a, b in zip(drawn, cool))
+
+
+def test_sampling_is_put_back_when_it_fails():
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=0)
+    trainer = SimpleNamespace(generation_config=config, generation_kwargs={"temperature": 0.7})
+    with pytest.raises(RuntimeError), sampled_at(trainer, 0.3):
+        assert trainer.generation_config.temperature == trainer.generation_kwargs["temperature"] == 0.3
+        raise RuntimeError
+    assert trainer.generation_config is config and trainer.generation_kwargs == {"temperature": 0.7}
+    with sampled_at(trainer, 0.0), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.generation_config.validate(strict=True)
+        assert not trainer.generation_config.do_sample and trainer.generation_config.top_k == 50
+
+
 def test_a_kind_that_fails_rests(tmp_path):
     options = dict(trl=dict(max_steps=4), retake_rest=1)
     _, lines, _ = trained(tmp_path, Checker(passes=False), **options)
@@ -221,6 +258,8 @@ def test_a_group_with_a_success_is_left_alone(tmp_path):
         (dict(retake_repeats=0), "retake_repeats=0"),
         (dict(hint_mode="distil", retake_repeats=2), "retake_repeats=2 has no effect"),
         (dict(retake_pass=float("nan")), "retake_pass"),
+        (dict(retake_temperature=-0.1), "retake_temperature=-0.1"),
+        (dict(hint_mode="gated", retake_temperature=0.0), "retake_temperature=0.0 has no effect"),
     ],
 )
 def test_settings_without_sense_are_refused(tmp_path, options, says):

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -20,8 +23,8 @@ from .hinting import HintTrainer, compared_rows, fresh_reward
 from .lift import contexts_of
 
 # %% auto #0
-__all__ = ['Learned', 'VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'Memory', 'VerifiedTrainer', 'kind_of',
-           'rows_to_retake', 'ended', 'retaken', 'turns_again', 'learned_rows']
+__all__ = ['Learned', 'VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'Memory', 'sampled_at', 'ended', 'VerifiedTrainer',
+           'kind_of', 'rows_to_retake', 'retaken', 'turns_again', 'learned_rows']
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000007
 def dry_rows(rewards: Float[Tensor, " B"], group: int, passing: float) -> Bool[Tensor, " B"]:
@@ -74,6 +77,30 @@ class Memory:
         left = [(pair, turns - 1) for pair, turns in self.due if turns > 1]
         self.due = [(pair, self.repeats - 1) for pair in fresh if self.repeats > 1] + left
         return found
+
+# %% ../../nbs/training/33_verified_hints.ipynb #vh000042
+@contextmanager
+def sampled_at(trainer: HintTrainer, temperature: float | None) -> Iterator[None]:
+    "Within, the trainer samples at this temperature: 0 is greedy, None as it is."
+    if temperature is None:
+        yield
+        return
+    before = trainer.generation_config, trainer.generation_kwargs
+    cooler: dict[str, Any] = {"do_sample": True, "temperature": temperature}
+    if temperature == 0:  # the others say how to draw, and nothing is drawn
+        cooler = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None}
+    trainer.generation_config, trainer.generation_kwargs = deepcopy(before[0]), before[1] | cooler
+    trainer.generation_config.update(**cooler)
+    try:
+        yield
+    finally:
+        trainer.generation_config, trainer.generation_kwargs = before
+
+
+def ended(trainer: VerifiedTrainer, answer: Sequence[int]) -> bool:
+    "Whether an answer came to its end, where the run does not learn from answers that were cut."
+    ends = {*trainer.eos_token_ids, trainer._text_tokenizer().pad_token_id}
+    return not trainer.mask_truncated_completions or answer[-1] in ends
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000013
 VERIFIED_FIELDS = frozenset({"verified_input_ids", "verified_attention_mask", "verified_loss_mask"})
@@ -131,12 +158,6 @@ def rows_to_retake(trainer: VerifiedTrainer, fields: Mapping[str, Tensor], count
     return found[first : first + count].nonzero().flatten().tolist()
 
 
-def ended(trainer: VerifiedTrainer, answer: Sequence[int]) -> bool:
-    "Whether an answer came to its end, where the run does not learn from answers that were cut."
-    ends = {*trainer.eos_token_ids, trainer._text_tokenizer().pad_token_id}
-    return not trainer.mask_truncated_completions or answer[-1] in ends
-
-
 def retaken(
     trainer: VerifiedTrainer, rows: Sequence[int], output: Mapping[str, Tensor], fields: Mapping[str, Tensor]
 ) -> tuple[list[Learned], Float[Tensor, " R"]]:
@@ -145,7 +166,8 @@ def retaken(
     """
     every, hinted, bare = contexts_of(joined(output) | fields)
     at = [every.index(row) for row in rows]
-    sampled, _ = trainer._generate_single_turn([hinted[i] for i in at], None, {}, 1)  # each has its own
+    with sampled_at(trainer, trainer.args.retake_temperature):
+        sampled, _ = trainer._generate_single_turn([hinted[i] for i in at], None, {}, 1)  # each has its own
     answers = [list(map(int, ids)) for ids in sampled]
     pairs = [(bare[i], answer) for i, answer in zip(at, answers)]
     if not hasattr(trainer.rollout_func, "retake"):

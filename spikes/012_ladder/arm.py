@@ -66,9 +66,10 @@ NEUTRAL = "Read the request once more and answer it."
 CHOICES = {"reward": ("graded", "exact"), "judge": ("validation", "heldout")}
 SETTINGS = frozenset(
     "rules rule_seed wording reward partial judge questions pool heldout_pool longest_schema start_steps start_share start_hinted start_kinds probe "
-    "budget look prompts samples alpha retakes retake_repeats retake_pass learning_rate temperature max_new_tokens model".split()
+    "budget look prompts samples alpha retakes retake_repeats retake_pass retake_temperature learning_rate temperature max_new_tokens "
+    "model".split()
 )
-EARLIER = {"retakes": 1, "retake_repeats": 1, "start_hinted": 0.0, "start_kinds": []}  # settings that older plans do not name, and what they were then
+EARLIER = {"retakes": 1, "retake_repeats": 1, "retake_temperature": None, "start_hinted": 0.0, "start_kinds": []}  # settings that older plans do not name, and what they were then
 
 
 def refuse(spec: dict) -> None:
@@ -254,7 +255,7 @@ def shown(tokenizer: Any, reading: Reading, number: int) -> tuple[list[int], lis
 def arguments(spec: dict, folder: str) -> ComposerConfig:
     options = dict(ARMS[spec["arm"]][0])
     if options.get("hint_mode") == "verified":
-        options |= {name: spec[name] for name in ("retakes", "retake_repeats", "retake_pass")}
+        options |= {name: spec[name] for name in ("retakes", "retake_repeats", "retake_pass", "retake_temperature")}
     if options.get("hint_mode") == "gated":
         options["retakes"] = spec["retakes"]
     return ComposerConfig(

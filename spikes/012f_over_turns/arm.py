@@ -46,8 +46,8 @@ NEUTRAL = "Read the request once more and answer it."
 LONGEST = 1024  # tokens of a conversation
 SETTINGS = frozenset(
     "rules rule_seed wording partial turns judge questions pool start_steps start_hinted start_kinds probe "
-    "budget look prompts samples alpha retakes retake_repeats retake_pass learning_rate temperature "
-    "max_new_tokens model".split()
+    "budget look prompts samples alpha retakes retake_repeats retake_pass retake_temperature "
+    "learning_rate temperature max_new_tokens model".split()
 )
 JUDGES = ("validation", "heldout")
 
@@ -149,7 +149,8 @@ def hint_of(family: Ruled, spec: dict) -> Callable[[Turn], str | None]:
 def arguments(spec: dict, folder: str) -> ComposerConfig:
     options = dict(ARMS[spec["arm"]][0])
     if options.get("hint_mode") == "verified":
-        options |= {name: spec[name] for name in ("retakes", "retake_repeats", "retake_pass")}
+        own = ("retakes", "retake_repeats", "retake_pass", "retake_temperature")
+        options |= {name: spec[name] for name in own}
     rows = spec["prompts"] * spec["samples"]
     return ComposerConfig(
         folder, max_steps=spec["budget"] // (rows * spec["turns"]), per_device_train_batch_size=rows,
