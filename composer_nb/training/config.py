@@ -107,8 +107,7 @@ class RetakeOptions:
             said = f"teacher={self.teacher!r}: a re-take is the policy's own answer"
             raise ValueError(f"{said}; with hint_mode={self.hint_mode!r} set teacher='live'")
         if self.rlsd > 0:
-            said = f"rlsd={self.rlsd} reads all hinted failures"
-            raise ValueError(f"{said}, which hint_mode={self.hint_mode!r} does not score: set rlsd=0")
+            raise ValueError(f"rlsd={self.rlsd} has no effect with hint_mode={self.hint_mode!r}: set rlsd=0")
         if self.gate_cap is not None and self.fp16:
             raise ValueError("gate_cap measures gradients, which fp16 scales: set bf16, or gate_cap=None")
 
