@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Protocol
 
@@ -19,9 +20,18 @@ from .errors import BucketError, BucketUnavailable
 from ...files import write_bytes
 
 # %% auto #0
-__all__ = ['Store', 'Root', 'link_once', 'probe_links', 'sweep_parts', 'FolderStore', 'MemoryStore']
+__all__ = ['Entry', 'Store', 'Root', 'link_once', 'probe_links', 'sweep_parts', 'FolderStore', 'MemoryStore']
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #48ca4a45
+@dataclass(frozen=True)
+class Entry:
+    """Of one object: how many bytes it has, and when it was written, in seconds since 1970 by the store's
+    clock (None where a store keeps no time)."""
+
+    size: int
+    at: float | None
+
+
 class Store(Protocol):
     "What a kind of storage must do. A missing key is FileNotFoundError, anything else some other exception."
 
@@ -30,6 +40,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def size(self, key: str) -> int: ...
     def find(self, prefix: str) -> list[str]: ...
+    def entries(self, prefix: str) -> dict[str, Entry]: ...
     def remove(self, key: str) -> None: ...
     def move(self, key: str, to: str) -> None: ...
 
@@ -37,9 +48,12 @@ class Store(Protocol):
 class Root:
     "The folder of a bucket: where its keys lie, and whether it is still the folder that was opened."
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, make: bool = True) -> None:
         self.place = os.path.abspath(os.path.expanduser(place))
-        os.makedirs(self.place, exist_ok=True)
+        if make:
+            os.makedirs(self.place, exist_ok=True)
+        elif not os.path.isdir(self.place):
+            raise BucketUnavailable(f"there is no folder {place}", None, "correct the path, or mount it")
         self._identity = self._stat()
 
     def path(self, key: str) -> str:
@@ -145,9 +159,10 @@ def sweep_parts(place: str, older_than_s: float) -> int:
 class FolderStore:
     "A local folder: files written beside their place under a hidden name, synced, then linked or renamed."
 
-    def __init__(self, place: str) -> None:
-        self.root = Root(place)
-        probe_links(self.root.place)
+    def __init__(self, place: str, *, writes: bool = True) -> None:
+        self.root = Root(place, make=writes)
+        if writes:
+            probe_links(self.root.place)
 
     def put(self, key: str, data: bytes) -> None:
         with _writing(self.root, key) as path:
@@ -169,6 +184,14 @@ class FolderStore:
 
     def find(self, prefix: str) -> list[str]:
         return _files_below(self.root, prefix)
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        found = {}
+        for key in _files_below(self.root, prefix):
+            with suppress(FileNotFoundError):  # removed just now
+                stat = os.stat(self.root.path(key))
+                found[key] = Entry(stat.st_size, stat.st_mtime)
+        return found
 
     def remove(self, key: str) -> None:
         with _reading(self.root, key) as path:
@@ -258,6 +281,10 @@ class MemoryStore:
     def find(self, prefix: str) -> list[str]:
         with _LOCK:
             return [name[len(self._top) :] for name in _OBJECTS if name.startswith(self._top)]
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        with _LOCK:
+            return {key: Entry(self.size(key), None) for key in self.find(prefix)}
 
     def remove(self, key: str) -> None:
         with _LOCK:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 import fsspec
 
 from .errors import BucketError, TransientError, store_code
-from .folder import Store
+from .folder import Entry, Store
 
 # %% auto #0
 __all__ = ['SAFE', 'RemoteStore', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
@@ -47,12 +48,26 @@ class RemoteStore:
         self.fs.invalidate_cache()
         return [path.strip("/")[len(self.root) + 1 :] for path in self.fs.find(self.root)]
 
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        self.fs.invalidate_cache()
+        found = self.fs.find(self.root, detail=True)
+        skip = len(self.root) + 1
+        return {path.strip("/")[skip:]: Entry(info["size"], _written(info)) for path, info in found.items()}
+
     def remove(self, key: str) -> None:
         self.fs.rm_file(self._path(key))
 
     def move(self, key: str, to: str) -> None:
         self.fs.copy(self._path(key), self._path(to))
         self.remove(key)
+
+# %% ../../../nbs/scaling_out/12_remote.ipynb #rem-written
+def _written(info: Mapping[str, Any]) -> float | None:
+    "When an object was written, as one of fsspec's file systems tells it; None where it does not."
+    names = ("LastModified", "updated", "mtime", "created")
+    at = next((info[name] for name in names if info.get(name) is not None), None)
+    at = datetime.fromisoformat(at) if isinstance(at, str) else at
+    return at.timestamp() if isinstance(at, datetime) else at
 
 # %% ../../../nbs/scaling_out/12_remote.ipynb #3adbc67f
 _MARK = "composer-nb-writer"
@@ -78,12 +93,13 @@ class _S3Calls:
         except FileNotFoundError as error:
             raise TransientError(f"{key} was deleted while it was contended") from error
 
-    def find(self, prefix: str) -> list[str]:
-        skip, found, token = len(self.prefix) + 1 if self.prefix else 0, [], {}
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        skip, found, token = len(self.prefix) + 1 if self.prefix else 0, {}, {}
         while True:
             at = {"Bucket": self.name, "Prefix": self.at(prefix)["Key"]}
             page = self.fs.call_s3("list_objects_v2", **at, **token)
-            found += [item["Key"][skip:] for item in page.get("Contents", ())]
+            for item in page.get("Contents", ()):
+                found[item["Key"][skip:]] = Entry(item["Size"], _written(item))
             if not page.get("IsTruncated"):
                 return found
             token = {"ContinuationToken": page["NextContinuationToken"]}
@@ -121,7 +137,10 @@ class S3Store(RemoteStore):
             raise
 
     def find(self, prefix: str) -> list[str]:
-        return self._s3.find(prefix)
+        return list(self._s3.entries(prefix))
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        return self._s3.entries(prefix)
 
     def remove(self, key: str) -> None:
         self.fs.call_s3("delete_object", **self._s3.at(key))
