@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .diloco.command import app as diloco
 from .replay.batch_command import app as replay
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
@@ -22,6 +23,7 @@ __all__ = ['app', 'PASSED_ON', 'ladder', 'environments', 'tools', 'version', 'wh
 # %% ../nbs/launching/90_cli.ipynb #e34cb701
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.add_typer(replay, name="replay")
+app.add_typer(diloco, name="diloco")
 
 
 @app.callback()
