@@ -15,18 +15,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from s3_server import inside, s3_client, s3_options  # noqa: F401
-from test_rendezvous import LEASE, World, offer
+from test_rendezvous import LEASE, World, delta, offer
 from tiny import model as tiny_model
+from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 from waiting import together, until
 
 from composer_nb.cli import app
+from composer_nb.diloco.drift import DriftRow, drift, drift_of, split_walks
 from composer_nb.diloco.export import state_at
 from composer_nb.diloco.outer_loop import OuterLoop, make_diloco_outer_loop
 from composer_nb.diloco.overview import Lookout, RunView, open_log
+from composer_nb.diloco.records import RendezvousError
 from composer_nb.diloco.store import Bucket, open_bucket
+from composer_nb.diloco.upkeep import go_back, plan_sweep
 from composer_nb.drills.broken_runs import DAMAGE
 
 SHORT = 0.4  # a lease that the command waits out where nobody lives any more
@@ -241,7 +247,7 @@ def settled(world: World, **options) -> RunView:
 FOUND = {
     "record": "", "terms": "", "terms_deleted": "", "heartbeat": "", "heartbeat_deleted": "",
     "record_and_copy": "the record of round 5 is damaged",
-    "record_deleted": "stands at round 5, and no record of it is there",
+    "record_deleted": "no record after round 4 is there, and somebody has applied one",
     "average": "round 5: its average has 7 bytes", "snapshot": "snapshot of round 3: no record",
     "average_and_contribution": "and a contribution that it is made of is, too",
     "snapshot_tensors": "snapshot of round 3: its payload has 7 bytes",
@@ -361,8 +367,6 @@ def test_a_pickled_model_is_not_loaded(tmp_path, shell_model):
 
 
 def test_a_tokenizer_goes_along(tmp_path):
-    from tiny import tokenizer
-
     run(tmp_path / "b", 1)
     model().save_pretrained(tmp_path / "m")
     tokenizer().save_pretrained(tmp_path / "m")
@@ -412,12 +416,9 @@ def test_nobody_is_taken_back_behind_his_back(world):
     seats = [world.enter(rank) for rank in range(2)]
     for _ in range(3):
         world.round(*seats)
-    from composer_nb.diloco.records import RendezvousError
-    from composer_nb.diloco.upkeep import go_back
-
     bucket = seats[0].bucket
     before = content(bucket)
-    with pytest.raises(RendezvousError, match="ranks 0, 1 of the run live: stop all replicas"):
+    with pytest.raises(RendezvousError, match="ranks 0, 1 live: stop all replicas"):
         go_back(bucket, settled(world), 1)
     assert content(bucket).keys() == before.keys()
     world.awake = []
@@ -441,8 +442,6 @@ def test_what_the_dead_have_offered_is_not_taken_again(world):
     offer(seats[2], 3)
     world.awake = []
     world.sleep(2 * LEASE)
-    from composer_nb.diloco.upkeep import go_back
-
     state = go_back(seats[0].bucket, settled(world), 1)
     again = [world.enter(rank) for rank in range(2)]
     assert {rv.state.digest for rv in again} == {state.digest}
@@ -476,8 +475,6 @@ def test_a_sweep_leaves_a_run_that_resumes(place):
 
 
 def test_nothing_that_somebody_alive_needs_is_swept(world):
-    from composer_nb.diloco.upkeep import plan_sweep
-
     seats = [world.enter(rank, snapshot_every=100) for rank in range(2)]
     states = []
     for _ in range(5):
@@ -545,3 +542,46 @@ def test_the_help_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("status", "watch", "export", "roll-back", "sweep"))
+
+
+# --- drift --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(-4, 4, width=32)] * 3), min_size=1, max_size=4), st.integers(0, 99))
+def test_what_is_walked_together_and_apart_add_up(walks, seed):
+    weights = {rank: 1.0 + (seed * (rank + 1)) % 7 for rank in range(len(walks))}
+    tensors = {rank: {"w": torch.tensor(walk)} for rank, walk in enumerate(walks)}
+    moved, by_rank = split_walks(tensors, weights)
+    row, total = DriftRow(1, 0, moved, by_rank, weights), sum(weights.values())
+    whole = sum(weights[rank] / total * sum(x * x for x in walk) for rank, walk in enumerate(walks))
+    assert moved**2 + row.apart**2 == pytest.approx(whole, abs=1e-9)
+    assert row.agreement != row.agreement if whole == 0 else 0 <= row.agreement <= 1 + 1e-12
+
+
+def test_the_drift_of_a_run_is_that_of_what_its_replicas_sent(world):
+    seats = [world.enter(rank, snapshot_every=100) for rank in range(3)]
+    for _ in range(4):
+        record = world.round(*seats)
+    log = seats[0].log
+    row = drift_of(log, record)
+    sent = {rank: delta(4, rank) for rank in range(3)}
+    mean = {n: sum(sent[r][n].double() * (100 + r) for r in sent) / 303 for n in sent[0]}
+    assert row.moved == pytest.approx(sum(float(v.square().sum()) for v in mean.values()) ** 0.5)
+    away = sum(float((sent[1][n].double() - mean[n]).square().sum()) for n in mean) ** 0.5
+    assert row.by_rank[1] == pytest.approx(away) and row.weights == record.weights
+    log.bucket.delete(log.record(2).contributions[1].ref.key)
+    view = settled(world)
+    assert [found.round for found in drift(open_log(log.bucket.dry()), view)] == [1, 3, 4]
+    assert [found.round for found in drift(log, view, last=2)] == [3, 4]
+    with pytest.raises(ValueError, match="add up to 0"):
+        split_walks({}, {})
+
+
+def test_the_picture_of_a_run_is_a_file(tmp_path):
+    run(tmp_path / "b", 3)
+    words = (tmp_path / "b", "--run-id", "run", "--lease-s", SHORT, "--plot")
+    assert diloco("status", *words, tmp_path / "run.png")[0] == 3
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    code, _, why = diloco("status", *words, tmp_path / "run.what")
+    assert code == 1 and "'what'" in why and len(why.splitlines()) == 1

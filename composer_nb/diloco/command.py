@@ -54,7 +54,7 @@ def _refuses(command: Callable[..., Any]) -> Callable[..., Any]:
 
     return refusing
 
-
+# %% ../../nbs/scaling_out/65_command.ipynb #dcm-open-run
 def _open(uri: str, run_id: str, endpoint_url: str, *, writes: bool = False) -> Bucket:
     "The bucket of a run that is there. Raises RendezvousError naming those that are."
     from composer_nb.diloco.records import RendezvousError
@@ -111,7 +111,8 @@ def describe(view: RunView) -> Iterator[str]:
     yield ""
     yield from _table([
         {"rank": row.rank, "state": row.state, "round": row.round, "step": row.step,
-         "age": f"{row.age_s:.1f} s", "loss": None if row.loss is None else f"{row.loss:.4g}",
+         "age": None if row.state == "left" else f"{row.age_s:.1f} s",
+         "loss": None if row.loss is None else f"{row.loss:.4g}",
          "up": _size(row.bytes_up), "down": _size(row.bytes_down), "last sign of life": _clock(row.at)}
         for row in view.members
     ])  # fmt: skip
@@ -137,11 +138,15 @@ def status(
     uri: Uri, run_id: RunId = "diloco", lease_s: Lease = 10.0, endpoint_url: Endpoint = "",
     last: Annotated[int, typer.Option(min=1, help="how many rounds are read, from the last")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="for a program")] = False,
+    plot: Annotated[Path | None, typer.Option(help="picture of rounds and drift, to write")] = None,
 ) -> None:
     "Say how a run stands; status 3 when nobody lives or something does not fit."
     from composer_nb.diloco.overview import look
 
-    view = look(_open(uri, run_id, endpoint_url), lease_s=lease_s, last=last)
+    bucket = _open(uri, run_id, endpoint_url)
+    view = look(bucket, lease_s=lease_s, last=last)
+    if plot is not None:
+        _plot(bucket, view, plot)
     if as_json:
         told = {"alive": view.alive, "finished": view.finished, "healthy": view.healthy}
         typer.echo(json.dumps(asdict(view) | told, indent=1))
@@ -152,6 +157,23 @@ def status(
         typer.echo(fault, err=True)
     if not view.healthy:
         raise typer.Exit(LEFT)
+
+# %% ../../nbs/scaling_out/65_command.ipynb #dcm-plot
+def _plot(bucket: Bucket, view: RunView, path: Path) -> None:
+    "The picture of a run into a file; its ending says which kind."
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        remedy = "pip install 'composer-notebooks[plot]'"
+        raise ImportError(f"--plot needs matplotlib, which is not installed: {remedy}") from error
+
+    from composer_nb.diloco.drift import draw_run, drift
+    from composer_nb.diloco.overview import open_log
+
+    rows = drift(open_log(bucket.dry()), view, last=len(view.rounds))
+    figure = Figure(figsize=(11, 3), layout="constrained")
+    draw_run(view, rows, figure.subplots(1, 3))
+    figure.savefig(path)
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-changes
 def changes(before: RunView, after: RunView) -> Iterator[str]:
@@ -164,7 +186,8 @@ def changes(before: RunView, after: RunView) -> Iterator[str]:
         if _identity(row) not in seen:
             took = "" if row.seconds is None else f" after {row.seconds:.1f} s"
             moved = f"{_size(row.offered_bytes)} offered, {_size(row.published_bytes)} published"
-            yield f"round {row.round}: closed by rank {row.closer}{took}, ranks {_names(row.members)}, {moved}"
+            who = f"closed by rank {row.closer}{took}, ranks {_names(row.members)}"
+            yield f"round {row.round}: {who}, {moved}"
     known = {row.round for row in before.snapshots}
     for shot in after.snapshots:
         if shot.round not in known:
@@ -188,10 +211,11 @@ def _member_changes(before: RunView, after: RunView) -> Iterator[str]:
         if was is None:
             yield f"rank {member.rank} joined"
         elif was.generation != member.generation:
-            yield f"rank {member.rank} was taken by another process (generation {member.generation})"
+            yield f"rank {member.rank} has another process (generation {member.generation})"
         elif was.state != member.state:
-            what = {"alive": "is alive again", "silent": f"is silent for {member.age_s:.0f} s", "left": "left"}
-            yield f"rank {member.rank} {what[member.state]}, at round {member.round}"
+            silent = f"is silent for {member.age_s:.0f} s"
+            what = {"alive": "is alive again", "silent": silent, "left": "left"}[member.state]
+            yield f"rank {member.rank} {what}, at round {member.round}"
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-watch
 @app.command()
@@ -260,7 +284,11 @@ def _tell(change: Change) -> None:
     "What goes and what comes, in lines."
     for kind, count in sorted(change.counts().items()):
         size = sum(size for key, size in change.removed.items() if key.startswith(kind + "/"))
-        typer.echo(f"{kind}: {count} objects, {_size(size)}")
+        typer.echo(f"{kind}: {_objects(count)}, {_size(size)}")
+
+
+def _objects(count: int) -> str:
+    return f"{count} object" + "s" * (count != 1)
 
 
 @app.command("roll-back")
@@ -280,7 +308,7 @@ def roll_back(
     typer.echo(f"from round {view.committed} to round {to}, state {state.digest[:12]}; what goes:")
     _tell(change)
     kept = sum(key.startswith("quarantine/") for key in change.written)
-    typer.echo(f"{kept} of these objects are records and copies; they are kept in quarantine/")
+    typer.echo(f"of these, records and their copies ({_objects(kept)}) are kept in quarantine/")
     if not yes:
         typer.echo("Nothing was changed: add --yes to do it.")
         return
@@ -302,7 +330,7 @@ def sweep(
     view = look(bucket, lease_s=lease_s)
     change = plan_sweep(bucket, view, orphan_s)
     _tell(change)
-    typer.echo(f"{len(change.removed)} objects, {_size(change.freed)} of {_size(view.size)}")
+    typer.echo(f"{_objects(len(change.removed))}, {_size(change.freed)} of {_size(view.size)}")
     if not yes:
         typer.echo("Nothing was removed: add --yes to do it.")
         return

@@ -28,13 +28,12 @@ from composer_nb.diloco.run_log import (
     read_record,
     read_terms,
 )
-from .store import Bucket, KeyNotFound
-from .store.folder import Entry
+from .store import Bucket, Entry, KeyNotFound
 
 # %% auto #0
 __all__ = ['Found', 'run_terms', 'config_of', 'snapshots_of', 'spec_in', 'open_log', 'MemberRow', 'RoundRow', 'SnapshotRow',
-           'RunView', 'Heartbeats', 'read_records', 'fault_of', 'round_rows', 'snapshot_rows', 'other_faults',
-           'member_rows', 'Lookout', 'look']
+           'RunView', 'Seen', 'Heartbeats', 'read_records', 'fault_of', 'round_rows', 'snapshot_rows', 'other_faults',
+           'member_rows', 'view_of', 'Lookout', 'look']
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-terms
 def run_terms(bucket: Bucket) -> dict[str, Any]:
@@ -108,7 +107,7 @@ class MemberRow:
     bytes_up: int | None = None
     bytes_down: int | None = None
 
-
+# %% ../../nbs/scaling_out/62_overview.ipynb #ovw-round-row
 @dataclass(frozen=True)
 class RoundRow:
     """One committed round: who closed it, who is in it, bytes of the contributions and of the average, and
@@ -167,8 +166,8 @@ class RunView:
         return bool(self.alive) and not self.faults
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-beats
-class Heartbeats:
-    "Who is in a run and who lives, seen from outside. Times are seconds of `clock`; nothing is written."
+class Seen:
+    "The heartbeats of a run as they were read so far. Times are seconds of `clock`; nothing is written."
 
     def __init__(
         self, bucket: Bucket, lease_s: float, clock: Callable[[], float], sleep: Callable[[float], None]
@@ -191,16 +190,6 @@ class Heartbeats:
         for rank, mark in marks.items():
             self.first.setdefault(rank, mark)
 
-    def settle(self) -> None:
-        "Look until each that has not left was seen to change, for a lease at most."
-        self.look()
-        for _ in range(8):
-            if not (open := [rank for rank in self.bodies if not self._known(rank)]):
-                return
-            self.sleep(self.lease_s / 8)
-            self.look(open)
-        self.look()  # who was known early lives on, or not
-
     def state(self, rank: int) -> str:
         "alive, silent or left."
         if self.bodies[rank]["phase"] == "left":
@@ -211,12 +200,25 @@ class Heartbeats:
         "Watched seconds since the last sign of life."
         return self.watch.age(rank, self.clock())
 
-    def _known(self, rank: int) -> bool:
-        return self.bodies[rank]["phase"] == "left" or self.first[rank] != _mark(self.bodies[rank])
-
-
 def _mark(body: Mapping[str, Any]) -> tuple[Any, ...]:
     return body["generation"], body["nonce"], body["counter"]
+
+# %% ../../nbs/scaling_out/62_overview.ipynb #ovw-beats-settle
+class Heartbeats(Seen):
+    "Who is in a run and who lives, seen from outside."
+
+    def settle(self) -> None:
+        "Look until each that has not left was seen to change, for a lease at most."
+        self.look()
+        for _ in range(8):
+            if not (open := [rank for rank in self.bodies if not self._known(rank)]):
+                return
+            self.sleep(self.lease_s / 8)
+            self.look(open)
+        self.look()  # who was known early lives on, or not
+
+    def _known(self, rank: int) -> bool:
+        return self.bodies[rank]["phase"] == "left" or self.first[rank] != _mark(self.bodies[rank])
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-rounds
 Found = dict[int, Record | str]  # by round: the record, or what is wrong with it
@@ -303,10 +305,10 @@ def other_faults(view: RunView, closed: Collection[int]) -> Iterator[str]:
         yield f"no record of round {', '.join(map(str, gaps))} is there, though one of a later round is"
     if not any(not row.fault for row in view.snapshots):
         yield "no snapshot is whole: nobody can join, and nothing can be loaded"
-    newest = max((row.round for row in view.snapshots), default=0)
+    if beyond := [member for member in view.members if member.round > view.committed]:
+        who = ", ".join(f"rank {member.rank} at round {member.round}" for member in beyond)
+        yield f"no record after round {view.committed} is there, and somebody has applied one ({who})"
     for member in view.members:
-        if member.round > max(view.committed, newest):
-            yield f"rank {member.rank} stands at round {member.round}, and no record of it is there"
         if member.needs is not None and member.state == "alive":
             yield f"rank {member.rank} cannot read round {member.needs} and asks for a snapshot"
 
@@ -324,6 +326,24 @@ def member_rows(beats: Heartbeats, entries: Mapping[str, Entry]) -> Iterator[Mem
         entry = entries.get(f"members/{rank:05d}/{body['generation']:08d}.json")
         plain = {name: body[name] for name in names}
         yield MemberRow(rank, beats.state(rank), beats.age(rank), **plain, at=entry and entry.at, **told)
+
+# %% ../../nbs/scaling_out/62_overview.ipynb #ovw-view-of
+def view_of(bucket: Bucket, terms: Mapping[str, Any], beats: Heartbeats, last: int) -> RunView:
+    "What the bucket holds of a run now, and what was seen of its members so far."
+    entries = bucket.entries()
+    keys = Rounds(bucket, copies=True)
+    closed = sorted(round for round, names in by_round(entries).items() if keys.look(round, names)[0])
+    found = read_records(bucket, read := closed[-last:])
+    rows = tuple(round_rows(bucket, read, entries, found))
+    shots = tuple(snapshot_rows(bucket, entries, found))
+    committed = max([*closed, *(shot.round for shot in shots)], default=0)
+    back = [key[12:20] for key in entries if key.startswith("rolled-back/") and key[12:20].isdecimal()]
+    members, offered = tuple(member_rows(beats, entries)), keys.look(committed + 1, entries)[1]
+    size = sum(entry.size for entry in entries.values())
+    rest = tuple(sorted(offered)), tuple(sorted(map(int, back))), size, ()
+    view = RunView(terms, committed, members, rows, shots, *rest)
+    faults = [row.fault for row in (*rows, *shots) if row.fault]
+    return replace(view, faults=(*faults, *other_faults(view, closed)))
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-lookout
 class Lookout:
@@ -357,20 +377,7 @@ class Lookout:
         return replace(again, faults=tuple(fault for fault in again.faults if fault in view.faults))
 
     def _view(self) -> RunView:
-        entries = self.bucket.entries()
-        keys = Rounds(self.bucket, copies=True)
-        closed = sorted(round for round, names in by_round(entries).items() if keys.look(round, names)[0])
-        found = read_records(self.bucket, read := closed[-self.last :])
-        rows = tuple(round_rows(self.bucket, read, entries, found))
-        shots = tuple(snapshot_rows(self.bucket, entries, found))
-        committed = max([*closed, *(shot.round for shot in shots)], default=0)
-        back = [int(key[12:20]) for key in entries if key.startswith("rolled-back/")]
-        members, offered = tuple(member_rows(self.beats, entries)), keys.look(committed + 1, entries)[1]
-        size = sum(entry.size for entry in entries.values())
-        rest = tuple(sorted(offered)), tuple(sorted(back)), size, ()
-        view = RunView(self.terms, committed, members, rows, shots, *rest)
-        faults = [row.fault for row in (*rows, *shots) if row.fault]
-        return replace(view, faults=(*faults, *other_faults(view, closed)))
+        return view_of(self.bucket, self.terms, self.beats, self.last)
 
 
 def look(bucket: Bucket, *, lease_s: float = 10.0, last: int = 50) -> RunView:

@@ -15,9 +15,7 @@ from .overview import RunView, open_log
 from .participant import rewind
 from .records import RendezvousError, State
 from .run_log import sweep_log
-from .store import Bucket
-from .store.bucket import DryBucket
-from .store.folder import Entry
+from .store import Bucket, DryBucket, Entry
 
 # %% auto #0
 __all__ = ['Change', 'change_of', 'plan_sweep', 'carry_out', 'check_can_go_back', 'go_back', 'plan_back']
@@ -74,8 +72,9 @@ def carry_out(bucket: Bucket, keys: Collection[str]) -> None:
 def check_can_go_back(view: RunView, round: int) -> None:
     "Raises RendezvousError while somebody lives, ValueError where there is nothing to go back from."
     if view.alive:
-        who = f"rank{'s' if view.alive[1:] else ''} {', '.join(map(str, view.alive))}"
-        raise RendezvousError(f"{who} of the run live: stop all replicas, wait for a lease, and try again")
+        who = ", ".join(map(str, view.alive))
+        live = f"ranks {who} live" if view.alive[1:] else f"rank {who} lives"
+        raise RendezvousError(f"{live}: stop all replicas, wait for a lease, and try again")
     if round >= view.committed and not view.faults:
         raise ValueError(f"the run stands at round {view.committed}: give an earlier one than that")
 
@@ -99,7 +98,7 @@ def go_back(bucket: Bucket, view: RunView, round: int) -> State:
         raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and do it again")
     return state
 
-
+# %% ../../nbs/scaling_out/64_upkeep.ipynb #upk-plan-back
 def plan_back(bucket: Bucket, view: RunView, round: int) -> tuple[State, Change]:
     "What `go_back` would do, and the state that it would lead to. Raises as it does."
     trial = bucket.dry()

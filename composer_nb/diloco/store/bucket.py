@@ -31,8 +31,8 @@ from .remote import open_remote
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['UnderStore', 'OverlayStore', 'Asking', 'ReadableBucket', 'WritableBucket', 'Bucket', 'DryBucket', 'split_uri',
-           'open_bucket']
+__all__ = ['UnderStore', 'Overlay', 'OverlayStore', 'Asking', 'ReadableBucket', 'WritableBucket', 'Bucket', 'DryBucket',
+           'split_uri', 'open_bucket']
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #2e67ec31
 class UnderStore:
@@ -68,7 +68,7 @@ class UnderStore:
         self._store.move(self._prefix + key, self._prefix + to)
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #bk-overlay
-class OverlayStore:
+class Overlay:
     """What lies in a bucket, and in front of it what was `written` and `removed` here. The bucket is only
     read. For one thread."""
 
@@ -76,16 +76,6 @@ class OverlayStore:
         self._below = below
         self.written: dict[str, bytes] = {}
         self.removed: dict[str, None] = {}
-
-    def put(self, key: str, data: bytes) -> None:
-        self.written[key] = data
-        self.removed.pop(key, None)
-
-    def create(self, key: str, data: bytes, mark: str) -> bool:
-        if key in self.written or (key not in self.removed and self._below.exists(key)):
-            return False
-        self.put(key, data)
-        return True
 
     def get(self, key: str) -> bytes:
         return self.written[key] if key in self.written else self._below.get(self._there(key))
@@ -100,14 +90,6 @@ class OverlayStore:
         found = {key: entry for key, entry in self._below.entries(prefix).items() if key not in self._hidden}
         return found | {key: Entry(len(data), None) for key, data in self.written.items()}
 
-    def remove(self, key: str) -> None:
-        self.written.pop(key, None)
-        self.removed[self._there(key)] = None
-
-    def move(self, key: str, to: str) -> None:
-        self.put(to, self.get(key))
-        self.remove(key)
-
     @property
     def _hidden(self) -> set[str]:
         return self.removed.keys() | self.written.keys()
@@ -116,6 +98,28 @@ class OverlayStore:
         if key in self.removed:
             raise KeyNotFound(key)
         return key
+
+# %% ../../../nbs/scaling_out/14_bucket.ipynb #bk-overlay-store
+class OverlayStore(Overlay):
+    "A store over a bucket that keeps to itself what is written or removed."
+
+    def put(self, key: str, data: bytes) -> None:
+        self.written[key] = data
+        self.removed.pop(key, None)
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        if key in self.written or (key not in self.removed and self._below.exists(key)):
+            return False
+        self.put(key, data)
+        return True
+
+    def remove(self, key: str) -> None:
+        self.written.pop(key, None)
+        self.removed[self._there(key)] = None
+
+    def move(self, key: str, to: str) -> None:
+        self.put(to, self.get(key))
+        self.remove(key)
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #2b94db4f
 class Asking:

@@ -20,7 +20,8 @@ from .errors import BucketError, BucketUnavailable
 from ...files import write_bytes
 
 # %% auto #0
-__all__ = ['Entry', 'Store', 'Root', 'link_once', 'probe_links', 'sweep_parts', 'FolderStore', 'MemoryStore']
+__all__ = ['Entry', 'Store', 'Root', 'link_once', 'probe_links', 'sweep_parts', 'FolderReader', 'FolderStore', 'MemoryReader',
+           'MemoryStore']
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #48ca4a45
 @dataclass(frozen=True)
@@ -156,23 +157,13 @@ def sweep_parts(place: str, older_than_s: float) -> int:
     return removed
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #c4684629
-class FolderStore:
-    "A local folder: files written beside their place under a hidden name, synced, then linked or renamed."
+class FolderReader:
+    "What is read from a local folder. With `writes` it is made where it is missing, and probed."
 
     def __init__(self, place: str, *, writes: bool = True) -> None:
         self.root = Root(place, make=writes)
         if writes:
             probe_links(self.root.place)
-
-    def put(self, key: str, data: bytes) -> None:
-        with _writing(self.root, key) as path:
-            write_bytes(path, data, sync=True, parents=False)
-
-    def create(self, key: str, data: bytes, mark: str) -> bool:
-        if _is_taken(self.root.path(key)):
-            return False
-        with _writing(self.root, key) as path:
-            return link_once(path, data)
 
     def get(self, key: str) -> bytes:
         with _reading(self.root, key) as path, open(path, "rb", buffering=0) as file:
@@ -192,6 +183,20 @@ class FolderStore:
                 stat = os.stat(self.root.path(key))
                 found[key] = Entry(stat.st_size, stat.st_mtime)
         return found
+
+# %% ../../../nbs/scaling_out/11_folder.ipynb #fol-writing
+class FolderStore(FolderReader):
+    "A local folder: files written beside their place under a hidden name, synced, then linked or renamed."
+
+    def put(self, key: str, data: bytes) -> None:
+        with _writing(self.root, key) as path:
+            write_bytes(path, data, sync=True, parents=False)
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        if _is_taken(self.root.path(key)):
+            return False
+        with _writing(self.root, key) as path:
+            return link_once(path, data)
 
     def remove(self, key: str) -> None:
         with _reading(self.root, key) as path:
@@ -252,22 +257,11 @@ _LOCK = threading.RLock()
 _OBJECTS: dict[str, bytes] = {}
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #648a34c7
-class MemoryStore:
-    "Bytes in this process, shared by all stores of one name."
+class MemoryReader:
+    "What is read of the bytes of one name in this process."
 
     def __init__(self, name: str) -> None:
         self._top = name.strip("/") + "/"
-
-    def put(self, key: str, data: bytes) -> None:
-        with _LOCK:
-            _OBJECTS[self._top + key] = data
-
-    def create(self, key: str, data: bytes, mark: str) -> bool:
-        with _LOCK:
-            if self._top + key in _OBJECTS:
-                return False
-            self.put(key, data)
-            return True
 
     def get(self, key: str) -> bytes:
         with _LOCK:
@@ -285,6 +279,21 @@ class MemoryStore:
     def entries(self, prefix: str) -> dict[str, Entry]:
         with _LOCK:
             return {key: Entry(self.size(key), None) for key in self.find(prefix)}
+
+# %% ../../../nbs/scaling_out/11_folder.ipynb #fol-memory
+class MemoryStore(MemoryReader):
+    "Bytes in this process, shared by all stores of one name."
+
+    def put(self, key: str, data: bytes) -> None:
+        with _LOCK:
+            _OBJECTS[self._top + key] = data
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        with _LOCK:
+            if self._top + key in _OBJECTS:
+                return False
+            self.put(key, data)
+            return True
 
     def remove(self, key: str) -> None:
         with _LOCK:

@@ -16,7 +16,7 @@ from .errors import BucketError, TransientError, store_code
 from .folder import Entry, Store
 
 # %% auto #0
-__all__ = ['SAFE', 'RemoteStore', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
+__all__ = ['SAFE', 'RemoteStore', 'S3Listing', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
 
 # %% ../../../nbs/scaling_out/12_remote.ipynb #d103812c
 class RemoteStore:
@@ -50,8 +50,7 @@ class RemoteStore:
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         self.fs.invalidate_cache()
-        found = self.fs.find(self.root, detail=True)
-        skip = len(self.root) + 1
+        found, skip = self.fs.find(self.root, detail=True), len(self.root) + 1
         return {path.strip("/")[skip:]: Entry(info["size"], _written(info)) for path, info in found.items()}
 
     def remove(self, key: str) -> None:
@@ -104,13 +103,23 @@ class _S3Calls:
                 return found
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-# %% ../../../nbs/scaling_out/12_remote.ipynb #40f37d90
-class S3Store(RemoteStore):
-    "S3 through s3fs: conditional writes, one request per operation where it can be had, no listing kept."
+# %% ../../../nbs/scaling_out/12_remote.ipynb #rem-s3-list
+class S3Listing(RemoteStore):
+    "What S3 tells in a listing: one request per thousand keys. `part_bytes` is for `S3Store`."
 
     def __init__(self, fs: Any, root: str, part_bytes: int) -> None:
         super().__init__(fs, root)
         self._s3, self.part_bytes = _S3Calls(fs, self.root), part_bytes
+
+    def find(self, prefix: str) -> list[str]:
+        return list(self._s3.entries(prefix))
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        return self._s3.entries(prefix)
+
+# %% ../../../nbs/scaling_out/12_remote.ipynb #40f37d90
+class S3Store(S3Listing):
+    "S3 through s3fs: conditional writes, one request per operation where it can be had, no listing kept."
 
     def put(self, key: str, data: bytes) -> None:
         self.fs.pipe_file(self._path(key), data, chunksize=self.part_bytes)
@@ -135,12 +144,6 @@ class S3Store(RemoteStore):
         except FileNotFoundError:  # a HEAD cannot say that it is the bucket that is gone
             self.fs.call_s3("list_objects_v2", Bucket=self._s3.name, MaxKeys=1)
             raise
-
-    def find(self, prefix: str) -> list[str]:
-        return list(self._s3.entries(prefix))
-
-    def entries(self, prefix: str) -> dict[str, Entry]:
-        return self._s3.entries(prefix)
 
     def remove(self, key: str) -> None:
         self.fs.call_s3("delete_object", **self._s3.at(key))
