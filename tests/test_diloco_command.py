@@ -60,7 +60,7 @@ def model(seed: int = 0):
 
 def seat(bucket: Bucket | Path, rank: int, world: int, trained, **options) -> OuterLoop:
     """A loop around a model; every step is a round."""
-    told = {"run_id": "run", "sync_every": 1, "blocking": True, "lease_s": 2.0, "wait_s": 60.0}
+    told = {"run_id": "run", "sync_every": 1, "blocking": True, "lease_s": 2.0, "late": "refuse"}
     return make_diloco_outer_loop(
         trained, rendezvous_uri=bucket, rank=rank, world_size=world, **told | options
     )
@@ -73,18 +73,16 @@ def inner_step(trained, step: int, rank: int) -> None:
         value.sub_(0.02 * torch.randn(value.shape, generator=noise))
 
 
-def run(bucket: Bucket | Path, rounds: int, world: int = 2, **options) -> list[tuple]:
-    """Replicas in threads for so many rounds; the model and the state of each."""
-    found = {}
+def run(bucket: Bucket | Path, to: int, world: int = 2, **options) -> list[tuple]:
+    """Replicas in threads until the run stands at round `to`; the model and the state of each."""
+    found, models = {}, [model() for _ in range(world)]  # made here: they draw from one generator
 
     def one(rank: int) -> None:
-        trained = model()
-        with seat(bucket, rank, world, trained, **options) as loop:
-            first = loop.engine.state.round
-            while loop.engine.state.round < first + rounds:
-                inner_step(trained, loop.engine.state.round, rank)
+        with seat(bucket, rank, world, models[rank], **options) as loop:
+            while loop.engine.state.round < to:
+                inner_step(models[rank], loop.engine.state.round, rank)
                 loop.step(tokens=10 + rank)
-        found[rank] = (trained, loop.engine.state)
+        found[rank] = (models[rank], loop.engine.state)
 
     together(*(lambda rank=rank: one(rank) for rank in range(world)))
     return [found[rank] for rank in range(world)]
@@ -93,10 +91,10 @@ def run(bucket: Bucket | Path, rounds: int, world: int = 2, **options) -> list[t
 @contextmanager
 def going_on(bucket: Bucket | Path, world: int = 3, **options) -> Iterator[None]:
     """Replicas that train until the block ends."""
-    over, failed = threading.Event(), []
+    over, failed, models = threading.Event(), [], [model() for _ in range(world)]
 
     def one(rank: int) -> None:
-        trained = model()
+        trained = models[rank]
         try:
             with seat(bucket, rank, world, trained, blocking=False, final="leave", **options) as loop:
                 while not over.is_set():
@@ -286,6 +284,21 @@ def test_another_history_and_a_gap_are_told(world):
     assert any("round 4 follows another history" in fault for fault in faults)
 
 
+def test_only_a_replay_finds_a_state_that_is_not_the_one_recorded(tmp_path):
+    run(tmp_path / "b", 3, snapshot_every=1000)
+    words = (tmp_path / "b", "--run-id", "run", "--lease-s", SHORT)
+    code, said, why = diloco("status", *words, "--verify")
+    assert (code, why) == (3, "") and "replayed up to round 3: every digest fits" in said
+    assert json.loads(diloco("status", *words, "--verify", "--json")[1])["replayed"] == 3
+    log = open_log(open_bucket(tmp_path / "b").under("run"))
+    record = log.record(3)
+    log.rounds.take_back(3)
+    log.rounds.put_record(3, type(record)(**record.__dict__ | {"state": "0" * 64}).to_bytes())
+    assert diloco("status", *words)[2] == ""
+    code, said, why = diloco("status", *words, "--verify")
+    assert code == 3 and "round 3: the state hashes to" in why and "every digest fits" not in said
+
+
 # --- weights ------------------------------------------------------------------------------------------
 
 
@@ -405,7 +418,7 @@ def test_a_run_that_was_taken_back_goes_on_from_there(place):
     assert diloco("roll-back", *words, "--to", 3, "--lease-s", SHORT, "--yes")[0] == 0
     assert state_at(open_log(bucket.under("run").dry())).digest == target.digest
     assert len(bucket.under("run").list("quarantine/")) == 4
-    states = [state for _, state in run(bucket, 2)]
+    states = [state for _, state in run(bucket, 5)]
     assert [state.round for state in states] == [5, 5] and len({state.digest for state in states}) == 1
     assert open_log(bucket.under("run").dry()).record(4).previous == target.head
     code, said, why = diloco("status", *words)
@@ -471,7 +484,7 @@ def test_a_sweep_leaves_a_run_that_resumes(place):
     freed = sum(len(before[key]) for key in gone)
     assert f"{freed / 1e3:.1f} kB freed" in said or f"{freed / 1e6:.1f} MB freed" in said
     assert open_log(inner).snapshots.rounds() == [2, 4] and state_at(open_log(inner)).digest == held
-    assert [state.round for _, state in run(bucket, 1)] == [6, 6]
+    assert [state.round for _, state in run(bucket, 6)] == [6, 6]
 
 
 def test_nothing_that_somebody_alive_needs_is_swept(world):

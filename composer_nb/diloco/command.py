@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,7 +120,8 @@ def describe(view: RunView) -> Iterator[str]:
     yield from _table([
         {"round": row.round, "closer": row.closer, "members": _names(row.members), "tokens": row.tokens,
          "offered": _size(row.offered_bytes), "published": _size(row.published_bytes),
-         "seconds": None if row.seconds is None else f"{row.seconds:.1f}", "fits": "no" if row.fault else "yes"}
+         "seconds": None if row.seconds is None else f"{row.seconds:.1f}",
+         "fits": "no" if row.fault else "yes"}
         for row in view.rounds
     ])  # fmt: skip
     yield ""
@@ -138,6 +139,7 @@ def status(
     uri: Uri, run_id: RunId = "diloco", lease_s: Lease = 10.0, endpoint_url: Endpoint = "",
     last: Annotated[int, typer.Option(min=1, help="how many rounds are read, from the last")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="for a program")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="replay the rounds, too: reads tensors")] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of rounds and drift, to write")] = None,
 ) -> None:
     "Say how a run stands; status 3 when nobody lives or something does not fit."
@@ -145,20 +147,36 @@ def status(
 
     bucket = _open(uri, run_id, endpoint_url)
     view = look(bucket, lease_s=lease_s, last=last)
+    replayed, view = _replayed(bucket, view) if verify else (None, view)
     if plot is not None:
         _plot(bucket, view, plot)
     if as_json:
         told = {"alive": view.alive, "finished": view.finished, "healthy": view.healthy}
-        typer.echo(json.dumps(asdict(view) | told, indent=1))
+        typer.echo(json.dumps(asdict(view) | told | {"replayed": replayed}, indent=1))
     else:
         typer.echo(f"{run_id}: {headline(view)}")
         typer.echo("\n".join(describe(view)))
+    if replayed is not None and not as_json:
+        typer.echo(f"replayed up to round {replayed}: every digest fits")
     for fault in view.faults:
         typer.echo(fault, err=True)
     if not view.healthy:
         raise typer.Exit(LEFT)
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-plot
+def _replayed(bucket: Bucket, view: RunView) -> tuple[int | None, RunView]:
+    "The round up to which a run was replayed, and the view; None, and its fault in the view, where it failed."
+    from composer_nb.diloco.history import newest_state
+    from composer_nb.diloco.overview import open_log
+    from composer_nb.diloco.run_log import LostPayload
+
+    try:
+        state = newest_state(open_log(bucket.dry()))
+    except LostPayload as lost:
+        return None, replace(view, faults=(*view.faults, str(lost)))
+    return None if state is None else state.round, view
+
+
 def _plot(bucket: Bucket, view: RunView, path: Path) -> None:
     "The picture of a run into a file; its ending says which kind."
     try:
