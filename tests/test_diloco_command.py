@@ -422,7 +422,7 @@ def test_a_run_that_was_taken_back_goes_on_from_there(place):
     assert [state.round for state in states] == [5, 5] and len({state.digest for state in states}) == 1
     assert open_log(bucket.under("run").dry()).record(4).previous == target.head
     code, said, why = diloco("status", *words)
-    assert (code, why) == (3, "") and "finished" in said and "rolled back to rounds 3" in said
+    assert (code, why) == (3, "") and "finished" in said and "rolled back to round 3" in said
 
 
 def test_nobody_is_taken_back_behind_his_back(world):

@@ -107,7 +107,7 @@ def describe(view: RunView) -> Iterator[str]:
     terms = view.terms
     outer = f"{terms.get('outer.method')}, lr {terms.get('outer.lr')}, momentum {terms.get('outer.momentum')}"
     packed = terms.get("compression") or "uncompressed"
-    yield f"{terms.get('model')}; {outer}; {packed}; {terms.get('n_fragments')} fragments"
+    yield f"{terms.get('model')}; {outer}; {packed}; fragments {terms.get('n_fragments')}"
     yield ""
     yield from _table([
         {"rank": row.rank, "state": row.state, "round": row.round, "step": row.step,
@@ -130,7 +130,7 @@ def describe(view: RunView) -> Iterator[str]:
     if view.offered:
         yield f"round {view.committed + 1} is open: offers of ranks {_names(view.offered)}"
     if view.rolled_back:
-        yield f"was rolled back to rounds {_names(view.rolled_back)}"
+        yield f"was rolled back to round {_names(view.rolled_back)}"
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-status
 @app.command()
@@ -165,7 +165,7 @@ def status(
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-plot
 def _replayed(bucket: Bucket, view: RunView) -> tuple[int | None, RunView]:
-    "The round up to which a run was replayed, and the view; None, and its fault in the view, where it failed."
+    "The round up to which a run was replayed, and the view; where that failed None, and its fault there."
     from composer_nb.diloco.history import newest_state
     from composer_nb.diloco.overview import open_log
     from composer_nb.diloco.run_log import LostPayload

@@ -82,11 +82,13 @@ def draw_run(view: RunView, rows: Sequence[DriftRow], axes: Sequence[Any]) -> No
     "Draw the rounds of a view, and their drift, into three axes of matplotlib."
     times, sent, pull = axes
     rounds = [row.round for row in view.rounds]
-    times.plot(rounds, [row.seconds if row.seconds is not None else float("nan") for row in view.rounds], ".-")
+    seconds = [float("nan") if row.seconds is None else row.seconds for row in view.rounds]
+    times.plot(rounds, seconds, ".-")
     times.set(xlabel="round", ylabel="seconds since the one before", ylim=(0, None))
     count = times.twinx()
     count.step(rounds, [len(row.members) for row in view.rounds], where="mid", color="0.6", lw=1)
     count.set(ylabel="replicas in it (grey)", ylim=(0, None))
+    count.locator_params(axis="y", integer=True)
     sent.plot(rounds, [row.offered_bytes for row in view.rounds], ".-", label="contributions")
     sent.plot(rounds, [row.published_bytes for row in view.rounds], ".-", label="average")
     sent.set(xlabel="round", ylabel="bytes", ylim=(0, None))

@@ -31,8 +31,8 @@ __all__ = ['state_at', 'load_params', 'load_shell', 'save_tokenizer', 'Exported'
 
 # %% ../../nbs/scaling_out/63_export.ipynb #exw-state
 def state_at(log: RunLog, round: int | None = None) -> State:
-    """The state after `round`, or the newest that verifies. Raises ValueError for a round that the bucket does
-    not hold, LostPayload for one that cannot be replayed."""
+    """The state after `round`, or the newest that verifies. Raises ValueError for a round that the bucket
+    does not hold, LostPayload for one that cannot be replayed."""
     snapshots = log.snapshots.rounds()
     if round is None:
         return _newest(log)
@@ -137,7 +137,8 @@ def export_weights(
         raise ValueError(f"dtype is {dtype!r}: float32, float64, bfloat16 or float16")
     log = open_log(bucket.dry())
     state = state_at(log, round)
-    closed = [number for number, keys in keys_by_round(log.rounds).items() if log.rounds.look(number, keys)[0]]
+    listed = keys_by_round(log.rounds).items()
+    closed = [number for number, keys in listed if log.rounds.look(number, keys)[0]]
     shell = load_shell(model, {value.dtype for value in state.params.values()})
     load_params(shell, state.params, keep_others=keep_others)
     shell = shell if dtype is None else shell.to(getattr(torch, dtype))
