@@ -153,10 +153,11 @@ def test_status_during_a_run_and_after_it(place):
         assert told["rounds"] and all(row["offered_bytes"] > row["published_bytes"] for row in told["rounds"])
         assert all(row["bytes_up"] > 0 for row in told["members"])
         assert all(row["seconds"] >= 0 for row in told["rounds"][1:])
-    before = content(bucket)
+    before, folder = content(bucket), Path(words[0])
+    written = folder.stat().st_mtime_ns if folder.is_dir() else 0
     code, said, why = diloco("status", *words)
     assert (code, why) == (3, "") and "finished" in said and said.count("left") == 3
-    assert content(bucket) == before
+    assert content(bucket) == before and written == (folder.stat().st_mtime_ns if written else 0)
 
 
 def test_watch_tells_every_round_and_ends_with_the_run(tmp_path):
@@ -240,6 +241,35 @@ def test_who_lives_who_fell_silent_who_left(world):
 
 def settled(world: World, **options) -> RunView:
     return lookout(world, **options).settle()
+
+
+def test_the_lease_is_the_one_that_the_replicas_have(world):
+    """A stranger with a lease of his own calls nobody silent who beats every few seconds."""
+    seats = [world.enter(rank, lease_s=60.0) for rank in range(2)]
+    world.round(*seats)
+
+    class Slow:
+        """Beats every 15 seconds."""
+
+        def __init__(self) -> None:
+            self.at = world.now
+
+        def tick(self) -> None:
+            if world.now - self.at >= 15.0:
+                self.at = world.now
+                seats[0].tick()
+
+    world.awake = [Slow()]
+    bucket = open_bucket(world.bucket._where, writes=False).under("run")
+    seen = Lookout(bucket, lease_s=1.0, clock=lambda: world.now, sleep=world.sleep)
+    begun = world.now
+    view = seen.settle()
+    assert [member.state for member in view.members] == ["alive", "silent"] and world.now - begun >= 60.0
+    key = "members/00000/00000000.json"
+    body = json.loads(bucket.get(key))
+    for wrong in ("60", None, -1.0, True):
+        seats[0].bucket.put(key, json.dumps(body | {"lease_s": wrong}).encode())
+        assert Lookout(bucket, lease_s=1.0, clock=lambda: 0.0, sleep=world.sleep).settle().members
 
 
 FOUND = {
@@ -357,7 +387,7 @@ def test_what_cannot_be_exported_is_named(tmp_path, shell_model):
     for name, reason in {
         "wider": "model.embed_tokens.weight is [72, 16] in the model and [64, 16] in the run",
         "deeper": "the run has no model.layers.2.", "flatter": "the model has no model.layers.1.",
-        "nowhere": "nowhere",
+        "nowhere": "there is no folder",
     }.items():  # fmt: skip
         code, _, why = diloco("export", *words, tmp_path / "out", "--model", tmp_path / name)
         assert code == 1 and reason in why and len(why.splitlines()) == 1, why

@@ -32,7 +32,7 @@ LEFT = 3  # the exit status of a command that found something left to do
 Uri = Annotated[str, typer.Argument(help="folder, s3://bucket/prefix or gs://bucket/prefix of the run")]
 RunId = Annotated[str, typer.Option(help="name of the run, as the replicas have it")]
 Endpoint = Annotated[str, typer.Option(help="address of an S3 server that is not Amazon's")]
-Lease = Annotated[float, typer.Option(help="lease of the replicas, seconds: how long silence is waited out")]
+Lease = Annotated[float, typer.Option(help="lease of replicas whose heartbeat does not say it, seconds")]
 Yes = Annotated[bool, typer.Option("--yes", help="do it; otherwise it is only said what would be done")]
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # %% auto #0
-__all__ = ['state_at', 'load_params', 'load_shell', 'save_tokenizer', 'Exported', 'export_weights']
+__all__ = ['state_at', 'check_fit', 'load_params', 'load_shell', 'save_tokenizer', 'Exported', 'export_weights']
 
 # %% ../../nbs/scaling_out/63_export.ipynb #exw-state
 def state_at(log: RunLog, round: int | None = None) -> State:
@@ -57,22 +57,28 @@ def _newest(log: RunLog) -> State:
     return found
 
 # %% ../../nbs/scaling_out/63_export.ipynb #exw-fit
-@torch.no_grad()
-def load_params(model: nn.Module, params: Mapping[str, Tensor], *, keep_others: bool = False) -> None:
-    """Copy `params` into the parameters of a model. Raises ValueError naming what only one of them has, or
-    has in another shape; with `keep_others` the model may have more."""
-    own = dict(model.named_parameters())
-    missing, more = sorted(params.keys() - own.keys()), sorted(own.keys() - params.keys())
-    shapes = [
-        f"{name} is {list(own[name].shape)} in the model and {list(value.shape)} in the run"
-        for name, value in params.items() if name in own and own[name].shape != value.shape
+def check_fit(model: nn.Module, shapes: Mapping[str, Sequence[int]], *, keep_others: bool = False) -> None:
+    """Raises ValueError naming parameters that only the model or only the run has (`shapes`, by name), or
+    that differ in shape; with `keep_others` the model may have more."""
+    own = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    missing, more = sorted(shapes.keys() - own.keys()), sorted(own.keys() - shapes.keys())
+    others = [
+        f"{name} is {list(own[name])} in the model and {list(shape)} in the run"
+        for name, shape in shapes.items() if name in own and own[name] != tuple(shape)
     ]
-    if missing or shapes:
+    if missing or others:
         lacking = [f"the model has no {_some(missing)}"] if missing else []
-        raise ValueError(f"{'; '.join([*lacking, *shapes[:3]])}: give the model that the replicas train")
+        raise ValueError(f"{'; '.join([*lacking, *others[:3]])}: give the model that the replicas train")
     if more and not keep_others:
         remedy = "give the model that the replicas train, or --keep-others for parameters that were frozen"
         raise ValueError(f"the run has no {_some(more)}: {remedy}")
+
+
+@torch.no_grad()
+def load_params(model: nn.Module, params: Mapping[str, Tensor], *, keep_others: bool = False) -> None:
+    "Copy `params` into the parameters of a model. Raises ValueError as `check_fit` does."
+    check_fit(model, {name: value.shape for name, value in params.items()}, keep_others=keep_others)
+    own = dict(model.named_parameters())
     for name, value in params.items():
         own[name].copy_(value)
 
@@ -93,9 +99,15 @@ def load_shell(model: str | os.PathLike[str], dtypes: Iterable[torch.dtype]) -> 
 
 
 def _source(model: str | os.PathLike[str]) -> str:
-    from composer_nb.models import BUNDLED, prepare_smollm2
+    from composer_nb.models import BUNDLED, _ask_hub, _remedy, prepare_smollm2
 
-    return str(prepare_smollm2()) if str(model) == BUNDLED else str(model)
+    source = str(prepare_smollm2()) if str(model) == BUNDLED else str(model)
+    if not Path(source).is_dir():
+        try:
+            _ask_hub(source)
+        except Exception as error:  # a dozen kinds; each becomes one that says what to do
+            raise OSError(_remedy(source, error)) from error
+    return source
 
 
 def save_tokenizer(model: str | os.PathLike[str], folder: Path) -> None:
@@ -131,19 +143,20 @@ def export_weights(
     ValueError for a folder that is not empty, an unknown round or dtype, and a model that does not fit;
     LostPayload, RendezvousError, OSError.
     """
-    if (path := Path(folder)).exists() and (not path.is_dir() or any(path.iterdir())):
+    if (path := Path(folder).resolve()).exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{folder} is there and not an empty folder: name another one")
     if dtype not in (None, "float32", "float64", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}: float32, float64, bfloat16 or float16")
     log = open_log(bucket.dry())
+    shell = load_shell(model, {getattr(torch, kind) for _, kind in log.spec.values()})
+    check_fit(shell, {name: shape for name, (shape, _) in log.spec.items()}, keep_others=keep_others)
     state = state_at(log, round)
     listed = keys_by_round(log.rounds).items()
     closed = [number for number, keys in listed if log.rounds.look(number, keys)[0]]
-    shell = load_shell(model, {value.dtype for value in state.params.values()})
     load_params(shell, state.params, keep_others=keep_others)
     shell = shell if dtype is None else shell.to(getattr(torch, dtype))
     count, kind = sum(value.numel() for value in shell.parameters()), str(shell.dtype).removeprefix("torch.")
-    committed = max(state.round, *closed) if closed else state.round
+    committed = max([state.round, *closed])
     done = Exported(state.round, committed, state.digest, state.head, count, kind)
     _write(path, shell, model, asdict(done))
     return done
@@ -152,8 +165,8 @@ def export_weights(
 def _write(
     path: Path, shell: PreTrainedModel, model: str | os.PathLike[str], note: Mapping[str, Any]
 ) -> None:
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.absolute().parent))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         shell.save_pretrained(building)
         save_tokenizer(model, building)

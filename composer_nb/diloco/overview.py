@@ -32,8 +32,8 @@ from .store import Bucket, Entry, KeyNotFound
 
 # %% auto #0
 __all__ = ['Found', 'run_terms', 'config_of', 'snapshots_of', 'spec_in', 'open_log', 'MemberRow', 'RoundRow', 'SnapshotRow',
-           'RunView', 'Seen', 'Heartbeats', 'read_records', 'fault_of', 'round_rows', 'snapshot_rows', 'other_faults',
-           'member_rows', 'view_of', 'Lookout', 'look']
+           'RunView', 'longest_lease', 'Seen', 'Heartbeats', 'read_records', 'fault_of', 'round_rows', 'snapshot_rows',
+           'other_faults', 'member_rows', 'view_of', 'Lookout', 'look']
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-terms
 def run_terms(bucket: Bucket) -> dict[str, Any]:
@@ -165,6 +165,17 @@ class RunView:
         "Whether somebody lives, and nothing was found that does not fit."
         return bool(self.alive) and not self.faults
 
+# %% ../../nbs/scaling_out/62_overview.ipynb #ovw-lease
+def longest_lease(bodies: Collection[Mapping[str, Any]], default_s: float) -> float:
+    "The longest lease, in seconds, that heartbeats of replicas say which have not left."
+    told = [body.get("lease_s", default_s) for body in bodies if body["phase"] != "left"]
+    sound = [lease for lease in told if isinstance(lease, int | float) and 0 < lease < math.inf]
+    return max(sound, default=default_s)
+
+
+def _mark(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    return body["generation"], body["nonce"], body["counter"]
+
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-beats
 class Seen:
     "The heartbeats of a run as they were read so far. Times are seconds of `clock`; nothing is written."
@@ -172,7 +183,7 @@ class Seen:
     def __init__(
         self, bucket: Bucket, lease_s: float, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
-        self.bucket, self.lease_s, self.clock, self.sleep = bucket, lease_s, clock, sleep
+        self.bucket, self.default_s, self.clock, self.sleep = bucket, lease_s, clock, sleep
         self.watch, self.first = Watch(lease_s), dict[int, tuple[Any, ...]]()
         self.bodies = dict[int, dict[str, Any]]()
 
@@ -186,6 +197,7 @@ class Seen:
             if (body := read_heartbeat(self.bucket, rank, generation)) is not None:
                 self.bodies[rank] = body
         marks = {rank: _mark(body) for rank, body in self.bodies.items()}
+        self.watch.lease_s = longest_lease(self.bodies.values(), self.default_s)
         self.watch.look(self.clock(), marks)
         for rank, mark in marks.items():
             self.first.setdefault(rank, mark)
@@ -200,9 +212,6 @@ class Seen:
         "Watched seconds since the last sign of life."
         return self.watch.age(rank, self.clock())
 
-def _mark(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    return body["generation"], body["nonce"], body["counter"]
-
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-beats-settle
 class Heartbeats(Seen):
     "Who is in a run and who lives, seen from outside."
@@ -213,7 +222,7 @@ class Heartbeats(Seen):
         for _ in range(8):
             if not (open := [rank for rank in self.bodies if not self._known(rank)]):
                 return
-            self.sleep(self.lease_s / 8)
+            self.sleep(self.watch.lease_s / 8)
             self.look(open)
         self.look()  # who was known early lives on, or not
 
@@ -283,7 +292,8 @@ def snapshot_rows(bucket: Bucket, entries: Mapping[str, Entry], found: Found) ->
     "A row per snapshot that is listed, held to the record of its round."
     snapshots = snapshots_of(bucket)
     listed = [key for key in entries if key.startswith("snapshots/")]
-    for round in (int(key[10:-5]) for key in listed if key[10:-5].isdecimal()):
+    numbers = [int(key[10:-5]) for key in listed if key[10:-5].isdecimal()]
+    for round in (number for number in numbers if snapshots.key(number) in entries):
         at = entries[snapshots.key(round)].at
         try:
             head, ref, state = snapshots.pointer(round)
@@ -347,8 +357,9 @@ def view_of(bucket: Bucket, terms: Mapping[str, Any], beats: Heartbeats, last: i
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-lookout
 class Lookout:
-    """Looks at the run in a bucket, again and again; `last` rounds are read. `lease_s` is that of its
-    replicas, in seconds. Writes nothing. Raises RendezvousError without a run, and BucketError."""
+    """Looks at the run in a bucket, again and again; `last` rounds are read. `lease_s` (seconds) is for
+    replicas whose heartbeat does not say it. Writes nothing. Raises RendezvousError without a run, and
+    BucketError."""
 
     def __init__(
         self, bucket: Bucket, *, lease_s: float = 10.0, last: int = 50,
