@@ -100,3 +100,5 @@ def draw_run(view: RunView, rows: Sequence[DriftRow], axes: Sequence[Any]) -> No
         times.axvline(fault, color="C3", ls=":")
     for ax in (sent, pull):
         ax.legend(frameon=False, fontsize=8)
+    for ax in axes:
+        ax.locator_params(axis="x", integer=True)
