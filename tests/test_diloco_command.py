@@ -73,7 +73,7 @@ def inner_step(trained, step: int, rank: int) -> None:
         value.sub_(0.02 * torch.randn(value.shape, generator=noise))
 
 
-def run(bucket: Bucket | Path, to: int, world: int = 2, **options) -> list[tuple]:
+def run(bucket: Bucket | Path, to: int, world: int = 2, pause_s: float = 0, **options) -> list[tuple]:
     """Replicas in threads until the run stands at round `to`; the model and the state of each."""
     found, models = {}, [model() for _ in range(world)]  # made here: they draw from one generator
 
@@ -81,6 +81,7 @@ def run(bucket: Bucket | Path, to: int, world: int = 2, **options) -> list[tuple
         with seat(bucket, rank, world, models[rank], **options) as loop:
             while loop.engine.state.round < to:
                 inner_step(models[rank], loop.engine.state.round, rank)
+                time.sleep(pause_s)
                 loop.step(tokens=10 + rank)
         found[rank] = (models[rank], loop.engine.state)
 
@@ -161,17 +162,16 @@ def test_status_during_a_run_and_after_it(place):
 
 
 def test_watch_tells_every_round_and_ends_with_the_run(tmp_path):
-    """A replica that falls silent is told, too."""
     bucket, done = open_bucket(tmp_path), []
     words = (tmp_path, "--run-id", "run", "--lease-s", 2, "--every-s", 0.1)
-    beside = threading.Thread(target=lambda: done.append(run(bucket, 6)))
+    beside = threading.Thread(target=lambda: done.append(run(bucket, 12, pause_s=0.3)))
     beside.start()
     until(lambda: bucket.under("run").list("snapshots/"))
     code, said, why = diloco("watch", *words)
     beside.join()
-    assert (code, why) == (0, "") and "does not fit" not in said and "everybody has left" in said
+    assert done and (code, why) == (0, "") and "does not fit" not in said and "everybody has left" in said
     seen = [line.split("round ")[1].split(":")[0] for line in said.splitlines() if ": closed by" in line]
-    assert seen == [str(number) for number in range(7 - len(seen), 7)] and len(seen) > 2
+    assert seen == [str(number) for number in range(13 - len(seen), 13)] and len(seen) > 2
     assert "rank 0 left" in said or "rank 1 left" in said
 
 
