@@ -9,6 +9,8 @@ _PLACES = {
     "ObjectStoreAllReduce": "composer_nb.diloco.manager",
     "ObjectStoreManager": "composer_nb.diloco.manager",
     "ServerlessExecutor": "composer_nb.launch.job",
+    "export_weights": "composer_nb.diloco.export",
+    "look": "composer_nb.diloco.overview",
     "make_diloco_outer_loop": "composer_nb.diloco.outer_loop",
     "open_bucket": "composer_nb.diloco.store",
 }

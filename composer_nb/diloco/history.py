@@ -16,13 +16,13 @@ from .update import read_update
 __all__ = ['replay', 'newest_state', 'newest_snapshot', 'fits_its_record', 'verified_state']
 
 # %% ../../nbs/scaling_out/16_history.ipynb #hist-replay
-def replay(log: RunLog, state: State) -> State:
-    """The state after all records that follow `state`, each held to the one before it and to the state that
-    it says.
+def replay(log: RunLog, state: State, until: int | None = None) -> State:
+    """The state after all records that follow `state`, or those up to round `until`, each held to the one
+    before it and to the state that it says.
 
     Raises LostPayload for one that cannot be read or does not fit, Diverged for one that leads elsewhere.
     """
-    while (record := log.record(state.round + 1)) is not None:
+    while state.round != until and (record := log.record(state.round + 1)) is not None:
         try:
             check_previous(record, state.head, f"record {record.round}", "it is not replayed")
         except Behind as error:

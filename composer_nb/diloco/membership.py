@@ -151,7 +151,7 @@ class Heartbeat:
 
     def _body(self, generation: int) -> bytes:
         mine = {"rank": self.rank, "generation": generation, "nonce": self.nonce, "counter": self.counter}
-        return json.dumps(mine | self.status()).encode()
+        return json.dumps(mine | {"lease_s": self.lease_s} | self.status()).encode()
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #b8bf2465
 def outlive(

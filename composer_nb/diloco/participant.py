@@ -10,7 +10,7 @@ import threading
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ from .update import read_update
 
 # %% auto #0
 __all__ = ['Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots',
-           'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back', 'set_aside',
+           'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back', 'rewind', 'set_aside',
            'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after', 'Follower', 'RunMember',
            'join_run', 'begin_run']
 
@@ -227,32 +227,44 @@ def roll_back(own: Participant, lost: LostPayload) -> State:
         state = found if state.params is None or found.round > state.round else state
     if state.params is None:
         raise LostPayload(f"{lost}; and no snapshot is whole: begin another run_id", lost.round) from lost
-    set_aside(own, state.round)
-    own.state, own.held, own.closed = state, {}, None
-    write_snapshot(own)
-    own.bucket.put_if_absent(f"rolled-back/{state.round:08d}-{uuid.uuid4().hex}", str(lost).encode())
+    dead = [member for member in own.membership.members() if not member.alive]
+    rewind(own.log, state, dead, author=own.author, why=str(lost))
+    own.state, own.held, own.closed, own.newest_snapshot = state, {}, None, state.round
     note(own, "rolled back", error=str(lost))
     said = f"rank {own.rank}: rolled the run back to round {state.round}, the newest state that verifies"
     warnings.warn(f"{said} ({lost})", RuntimeWarning, stacklevel=2)
     return state
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-set-aside
-def set_aside(own: Participant, round: int) -> None:
+def rewind(
+    log: RunLog, state: State, dead: Iterable[Member], *, author: str, why: str, keep_offers: bool = True
+) -> None:
+    """Make `state` the newest one of a run: all beyond it is set aside, a snapshot of it is written, and a
+    mark tells that and `why`. Other arguments as in `set_aside`."""
+    set_aside(log, state.round, dead, keep_offers)
+    log.snapshots.write(state, author)
+    log.bucket.put_if_absent(f"rolled-back/{state.round:08d}-{uuid.uuid4().hex}", why.encode())
+
+
+def set_aside(log: RunLog, round: int, dead: Iterable[Member], keep_offers: bool = True) -> None:
     """Records beyond `round` go to quarantine; offers to later rounds than the next one, and snapshots, are
-    removed; the dead are said to stand at `round`. Their generations stay, or a rank would be taken twice."""
-    for number, keys in keys_by_round(own.log.rounds).items():
+    removed; the `dead` are said to stand at `round`. Their generations stay, or a rank would be taken twice.
+
+    Offers to the next round stand, since they began at `round`; without `keep_offers` they go, too.
+    """
+    for number, keys in keys_by_round(log.rounds).items():
         for key in keys if number > round else ():
-            if key in own.log.rounds.record_keys(number):
+            if key in log.rounds.record_keys(number):
                 with suppress(KeyNotFound):
-                    own.bucket.move(key, f"quarantine/{uuid.uuid4().hex}/{key}")
-            elif number > round + 1:
-                own.bucket.delete(key)
-    for number in own.log.snapshots.rounds():
-        if number > round or not is_whole(own.log.snapshots, number):
-            own.bucket.delete(own.log.snapshots.key(number))
-    for member in own.membership.members():
-        if not member.alive and member.round > round:
-            put_back(own.bucket, member.rank, member.generation, round)
+                    log.bucket.move(key, f"quarantine/{uuid.uuid4().hex}/{key}")
+            elif number > round + keep_offers:
+                log.bucket.delete(key)
+    for number in log.snapshots.rounds():
+        if number > round or not is_whole(log.snapshots, number):
+            log.bucket.delete(log.snapshots.key(number))
+    for member in dead:
+        if member.round > round:
+            put_back(log.bucket, member.rank, member.generation, round)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #part-missing
 def state_beyond(own: Participant, found: State) -> State:

@@ -38,8 +38,8 @@ from .store import Bucket, KeyNotFound
 # %% auto #0
 __all__ = ['RUN_GONE', 'TERMS', 'Sent', 'Behind', 'LostPayload', 'Diverged', 'json_mapping', 'agree_on_terms', 'read_terms',
            'RoundKeys', 'Rounds', 'read_record', 'check_previous', 'Payloads', 'checked_tensors', 'Snapshots',
-           'is_whole', 'RunLog', 'collect', 'keys_by_round', 'sweep_rounds', 'offered_payloads', 'sweep_log',
-           'lowest_needed', 'snapshot_payloads']
+           'is_whole', 'RunLog', 'collect', 'keys_by_round', 'by_round', 'sweep_rounds', 'offered_payloads',
+           'sweep_log', 'lowest_needed', 'snapshot_payloads']
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #0029892f
 class Behind(RendezvousError):
@@ -401,9 +401,14 @@ def collect(
 # %% ../../nbs/scaling_out/16_run_log.ipynb #log-sweep-rounds
 def keys_by_round(rounds: Rounds) -> dict[int, list[str]]:
     "All keys below the folder, by the round that they belong to."
+    return by_round(rounds.bucket.list(rounds.folder + "/"), rounds.folder)
+
+
+def by_round(keys: Iterable[str], folder: str = "rounds") -> dict[int, list[str]]:
+    "Those of these keys that lie below a folder of rounds, by round."
     found: dict[int, list[str]] = {}
-    for key in rounds.bucket.list(rounds.folder + "/"):
-        if (name := key[len(rounds.folder) + 1 :].split("/")[0]).isdecimal():
+    for key in (key for key in keys if key.startswith(folder + "/")):
+        if (name := key[len(folder) + 1 :].split("/")[0]).isdecimal():
             found.setdefault(int(name), []).append(key)
     return found
 

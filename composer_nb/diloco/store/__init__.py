@@ -1,6 +1,6 @@
 """Bytes under keys that replicas share, where exactly one writer of a key wins: a folder, memory, or an object store."""
 
-from composer_nb.diloco.store.bucket import Bucket, ReadableBucket, open_bucket, split_uri
+from composer_nb.diloco.store.bucket import Bucket, DryBucket, ReadableBucket, open_bucket, split_uri
 from composer_nb.diloco.store.errors import (
     BucketError,
     BucketFull,
@@ -13,7 +13,7 @@ from composer_nb.diloco.store.errors import (
     explain,
     worth_asking_again,
 )
-from composer_nb.diloco.store.folder import FolderStore, MemoryStore, Store
+from composer_nb.diloco.store.folder import Entry, FolderStore, MemoryStore, Store
 from composer_nb.diloco.store.remote import SAFE, GCSStore, RemoteStore, S3Store, open_remote
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "BucketFull",
     "BucketReadOnly",
     "BucketUnavailable",
+    "DryBucket",
+    "Entry",
     "FolderStore",
     "GCSStore",
     "KeyNotFound",

@@ -25,13 +25,14 @@ from composer_nb.diloco.store.errors import (
     is_spelt,
     worth_asking_again,
 )
-from .folder import FolderStore, MemoryStore, Store
+from .folder import Entry, FolderStore, MemoryStore, Store
 from .remote import open_remote
 
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['UnderStore', 'Asking', 'ReadableBucket', 'WritableBucket', 'Bucket', 'split_uri', 'open_bucket']
+__all__ = ['UnderStore', 'Overlay', 'OverlayStore', 'Asking', 'ReadableBucket', 'WritableBucket', 'Bucket', 'DryBucket',
+           'split_uri', 'open_bucket']
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #2e67ec31
 class UnderStore:
@@ -56,11 +57,69 @@ class UnderStore:
         found = self._store.find(self._prefix + prefix)
         return [key[len(self._prefix) :] for key in found if key.startswith(self._prefix)]
 
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        found, skip = self._store.entries(self._prefix + prefix), len(self._prefix)
+        return {key[skip:]: entry for key, entry in found.items() if key.startswith(self._prefix)}
+
     def remove(self, key: str) -> None:
         self._store.remove(self._prefix + key)
 
     def move(self, key: str, to: str) -> None:
         self._store.move(self._prefix + key, self._prefix + to)
+
+# %% ../../../nbs/scaling_out/14_bucket.ipynb #bk-overlay
+class Overlay:
+    """What lies in a bucket, and in front of it what was `written` and `removed` here. The bucket is only
+    read. For one thread."""
+
+    def __init__(self, below: ReadableBucket) -> None:
+        self._below = below
+        self.written: dict[str, bytes] = {}
+        self.removed: dict[str, None] = {}
+
+    def get(self, key: str) -> bytes:
+        return self.written[key] if key in self.written else self._below.get(self._there(key))
+
+    def size(self, key: str) -> int:
+        return len(self.written[key]) if key in self.written else self._below.size(self._there(key))
+
+    def find(self, prefix: str) -> list[str]:
+        return [*self.written, *(key for key in self._below.list(prefix) if key not in self._hidden)]
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        found = {key: entry for key, entry in self._below.entries(prefix).items() if key not in self._hidden}
+        return found | {key: Entry(len(data), None) for key, data in self.written.items()}
+
+    @property
+    def _hidden(self) -> set[str]:
+        return self.removed.keys() | self.written.keys()
+
+    def _there(self, key: str) -> str:
+        if key in self.removed:
+            raise KeyNotFound(key)
+        return key
+
+# %% ../../../nbs/scaling_out/14_bucket.ipynb #bk-overlay-store
+class OverlayStore(Overlay):
+    "A store over a bucket that keeps to itself what is written or removed."
+
+    def put(self, key: str, data: bytes) -> None:
+        self.written[key] = data
+        self.removed.pop(key, None)
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        if key in self.written or (key not in self.removed and self._below.exists(key)):
+            return False
+        self.put(key, data)
+        return True
+
+    def remove(self, key: str) -> None:
+        self.written.pop(key, None)
+        self.removed[self._there(key)] = None
+
+    def move(self, key: str, to: str) -> None:
+        self.put(to, self.get(key))
+        self.remove(key)
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #2b94db4f
 class Asking:
@@ -89,7 +148,7 @@ class Asking:
             self._count(requests=1)
             try:
                 return operation()
-            except BucketError:
+            except (BucketError, KeyNotFound):
                 raise
             except Exception as error:
                 if key is not None and (may_miss or not writes) and is_missing_key(error):
@@ -128,6 +187,14 @@ class ReadableBucket(Asking):
         "All keys that begin with `prefix`, sorted. What is still being written is not among them."
         names = self._call(lambda: self._store.find(check_prefix(prefix)), None)
         return sorted(name for name in names if name.startswith(prefix) and is_spelt(name))
+
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
+        """Size and time of every key that begins with `prefix`, sorted by key, in one listing.
+
+        Times are the store's own, for people to read: nothing of a run is decided by them.
+        """
+        found = self._call(lambda: self._store.entries(check_prefix(prefix)), None)
+        return {key: found[key] for key in sorted(found) if key.startswith(prefix) and is_spelt(key)}
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #ecbee1e4
 class WritableBucket(ReadableBucket):
@@ -179,6 +246,10 @@ class Bucket(WritableBucket):
         corner, where = UnderStore(self._store, check_key(prefix)), f"{self._where}/{prefix}"
         return Bucket(corner, where, attempts=self._attempts, secrets=self._secrets)
 
+    def dry(self) -> DryBucket:
+        "This bucket, to try things on: what is written or removed stays in this process."
+        return DryBucket(OverlayStore(self), self._where, secrets=self._secrets)
+
     def check(self) -> None:
         """Write, refuse to overwrite, read, list and delete a probe. Raises BucketError saying what does not
         work."""
@@ -202,6 +273,20 @@ class Bucket(WritableBucket):
         """
         sweep = getattr(self._store, "sweep", None)
         return self._call(lambda: sweep(older_than_s), None, writes=True) if sweep else 0
+
+# %% ../../../nbs/scaling_out/14_bucket.ipynb #bk-dry
+class DryBucket(Bucket):
+    "A bucket to try things on. Made by `Bucket.dry`, or by `open_bucket` with `writes=False`."
+
+    @property
+    def written(self) -> dict[str, int]:
+        "What was written here and is in no store, with its bytes."
+        return {key: len(data) for key, data in self._store.written.items()}
+
+    @property
+    def removed(self) -> list[str]:
+        "What was removed here and is in its store still, in the order of removal."
+        return list(self._store.removed)
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #723119c1
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -236,7 +321,7 @@ def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from _flat(value) if isinstance(value, Mapping) else [(name, value)]
 
 
-def _open_here(scheme: str, place: str, options: Mapping[str, Any]) -> Bucket:
+def _open_here(scheme: str, place: str, options: Mapping[str, Any], writes: bool) -> Bucket:
     "A bucket in this process or in a folder."
     if options:
         what = f"{place!r:.120} is a local {'folder' if scheme == 'file' else 'memory'}"
@@ -245,30 +330,32 @@ def _open_here(scheme: str, place: str, options: Mapping[str, Any]) -> Bucket:
     if scheme == "memory":
         return Bucket(MemoryStore(place), f"memory://{place}")
     try:
-        return Bucket(FolderStore(place), place)
+        return Bucket(FolderStore(place, writes=writes), place)
     except BucketError:
         raise
     except OSError as error:
-        raise explain(error, None, writes=True, where=place) from None
+        raise explain(error, None, writes=writes, where=place) from None
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #e74f981f
 def open_bucket(
     uri: str | os.PathLike[str], *, unsafe: bool = False, attempts: int = 5, timeout_s: float = 20.0,
-    part_bytes: int = 50 * 2**20, **storage_options: Any,
+    part_bytes: int = 50 * 2**20, writes: bool = True, **storage_options: Any,
 ) -> Bucket:
     """The bucket at `uri`: a path, `file://`, `memory://name`, `s3://bucket/prefix`, `gs://bucket/prefix`.
 
     A remote store is asked up to `attempts` times, each with connect and read time-outs of `timeout_s`
     seconds. Objects of twice `part_bytes` and more go to S3 in parts. `storage_options` go to fsspec and are
     never shown. Any other scheme is refused unless `unsafe=True`. A folder is created and probed at once;
-    `Bucket.check` does the same for the rest. Raises BucketError.
+    `Bucket.check` does the same for the rest. With `writes=False` nothing is created, probed or changed, see
+    `Bucket.dry`. Raises BucketError.
     """
     scheme, place = split_uri(uri)
     if attempts < 1 or timeout_s <= 0 or part_bytes < 5 * 2**20:
         limits = f"attempts {attempts} must be at least 1, timeout_s {timeout_s} positive"
         raise ValueError(f"{limits}, part_bytes {part_bytes} at least 5 MiB")
     if scheme in ("file", "memory"):
-        return _open_here(scheme, place, storage_options)
+        opened = _open_here(scheme, place, storage_options, writes)
+        return opened if writes else opened.dry()
     flat = list(_flat(storage_options))
     if any("@" in str(value) for name, value in flat if name == "endpoint_url"):
         remedy = "pass them as storage options or in the environment"
@@ -280,4 +367,5 @@ def open_bucket(
         what = f"{scheme}://{place} needs a package that is not installed ({error.name})"
         raise BucketError(what, None, "install s3fs for s3://, gcsfs for gs://") from None
     secrets = [value for name, value in flat if name in _SECRETS and isinstance(value, str) and value]
-    return Bucket(store, f"{scheme}://{place}", attempts=attempts, secrets=secrets)
+    opened = Bucket(store, f"{scheme}://{place}", attempts=attempts, secrets=secrets)
+    return opened if writes else opened.dry()

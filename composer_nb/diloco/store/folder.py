@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Protocol
 
@@ -19,9 +20,19 @@ from .errors import BucketError, BucketUnavailable
 from ...files import write_bytes
 
 # %% auto #0
-__all__ = ['Store', 'Root', 'link_once', 'probe_links', 'sweep_parts', 'FolderStore', 'MemoryStore']
+__all__ = ['Entry', 'Store', 'Root', 'link_once', 'probe_links', 'sweep_parts', 'FolderReader', 'FolderStore', 'MemoryReader',
+           'MemoryStore']
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #48ca4a45
+@dataclass(frozen=True)
+class Entry:
+    """Of one object: how many bytes it has, and when it was written, in seconds since 1970 by the store's
+    clock (None where a store keeps no time)."""
+
+    size: int
+    at: float | None
+
+
 class Store(Protocol):
     "What a kind of storage must do. A missing key is FileNotFoundError, anything else some other exception."
 
@@ -30,6 +41,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def size(self, key: str) -> int: ...
     def find(self, prefix: str) -> list[str]: ...
+    def entries(self, prefix: str) -> dict[str, Entry]: ...
     def remove(self, key: str) -> None: ...
     def move(self, key: str, to: str) -> None: ...
 
@@ -37,9 +49,12 @@ class Store(Protocol):
 class Root:
     "The folder of a bucket: where its keys lie, and whether it is still the folder that was opened."
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, make: bool = True) -> None:
         self.place = os.path.abspath(os.path.expanduser(place))
-        os.makedirs(self.place, exist_ok=True)
+        if make:
+            os.makedirs(self.place, exist_ok=True)
+        elif not os.path.isdir(self.place):
+            raise BucketUnavailable(f"there is no folder {place}", None, "correct the path, or mount it")
         self._identity = self._stat()
 
     def path(self, key: str) -> str:
@@ -142,22 +157,13 @@ def sweep_parts(place: str, older_than_s: float) -> int:
     return removed
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #c4684629
-class FolderStore:
-    "A local folder: files written beside their place under a hidden name, synced, then linked or renamed."
+class FolderReader:
+    "What is read from a local folder. With `writes` it is made where it is missing, and probed."
 
-    def __init__(self, place: str) -> None:
-        self.root = Root(place)
-        probe_links(self.root.place)
-
-    def put(self, key: str, data: bytes) -> None:
-        with _writing(self.root, key) as path:
-            write_bytes(path, data, sync=True, parents=False)
-
-    def create(self, key: str, data: bytes, mark: str) -> bool:
-        if _is_taken(self.root.path(key)):
-            return False
-        with _writing(self.root, key) as path:
-            return link_once(path, data)
+    def __init__(self, place: str, *, writes: bool = True) -> None:
+        self.root = Root(place, make=writes)
+        if writes:
+            probe_links(self.root.place)
 
     def get(self, key: str) -> bytes:
         with _reading(self.root, key) as path, open(path, "rb", buffering=0) as file:
@@ -169,6 +175,28 @@ class FolderStore:
 
     def find(self, prefix: str) -> list[str]:
         return _files_below(self.root, prefix)
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        found = {}
+        for key in _files_below(self.root, prefix):
+            with suppress(FileNotFoundError):  # removed just now
+                stat = os.stat(self.root.path(key))
+                found[key] = Entry(stat.st_size, stat.st_mtime)
+        return found
+
+# %% ../../../nbs/scaling_out/11_folder.ipynb #fol-writing
+class FolderStore(FolderReader):
+    "A local folder: files written beside their place under a hidden name, synced, then linked or renamed."
+
+    def put(self, key: str, data: bytes) -> None:
+        with _writing(self.root, key) as path:
+            write_bytes(path, data, sync=True, parents=False)
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        if _is_taken(self.root.path(key)):
+            return False
+        with _writing(self.root, key) as path:
+            return link_once(path, data)
 
     def remove(self, key: str) -> None:
         with _reading(self.root, key) as path:
@@ -229,22 +257,11 @@ _LOCK = threading.RLock()
 _OBJECTS: dict[str, bytes] = {}
 
 # %% ../../../nbs/scaling_out/11_folder.ipynb #648a34c7
-class MemoryStore:
-    "Bytes in this process, shared by all stores of one name."
+class MemoryReader:
+    "What is read of the bytes of one name in this process."
 
     def __init__(self, name: str) -> None:
         self._top = name.strip("/") + "/"
-
-    def put(self, key: str, data: bytes) -> None:
-        with _LOCK:
-            _OBJECTS[self._top + key] = data
-
-    def create(self, key: str, data: bytes, mark: str) -> bool:
-        with _LOCK:
-            if self._top + key in _OBJECTS:
-                return False
-            self.put(key, data)
-            return True
 
     def get(self, key: str) -> bytes:
         with _LOCK:
@@ -258,6 +275,25 @@ class MemoryStore:
     def find(self, prefix: str) -> list[str]:
         with _LOCK:
             return [name[len(self._top) :] for name in _OBJECTS if name.startswith(self._top)]
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        with _LOCK:
+            return {key: Entry(self.size(key), None) for key in self.find(prefix)}
+
+# %% ../../../nbs/scaling_out/11_folder.ipynb #fol-memory
+class MemoryStore(MemoryReader):
+    "Bytes in this process, shared by all stores of one name."
+
+    def put(self, key: str, data: bytes) -> None:
+        with _LOCK:
+            _OBJECTS[self._top + key] = data
+
+    def create(self, key: str, data: bytes, mark: str) -> bool:
+        with _LOCK:
+            if self._top + key in _OBJECTS:
+                return False
+            self.put(key, data)
+            return True
 
     def remove(self, key: str) -> None:
         with _LOCK:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 import fsspec
 
 from .errors import BucketError, TransientError, store_code
-from .folder import Store
+from .folder import Entry, Store
 
 # %% auto #0
-__all__ = ['SAFE', 'RemoteStore', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
+__all__ = ['SAFE', 'RemoteStore', 'S3Listing', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
 
 # %% ../../../nbs/scaling_out/12_remote.ipynb #d103812c
 class RemoteStore:
@@ -47,12 +48,25 @@ class RemoteStore:
         self.fs.invalidate_cache()
         return [path.strip("/")[len(self.root) + 1 :] for path in self.fs.find(self.root)]
 
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        self.fs.invalidate_cache()
+        found, skip = self.fs.find(self.root, detail=True), len(self.root) + 1
+        return {path.strip("/")[skip:]: Entry(info["size"], _written(info)) for path, info in found.items()}
+
     def remove(self, key: str) -> None:
         self.fs.rm_file(self._path(key))
 
     def move(self, key: str, to: str) -> None:
         self.fs.copy(self._path(key), self._path(to))
         self.remove(key)
+
+# %% ../../../nbs/scaling_out/12_remote.ipynb #rem-written
+def _written(info: Mapping[str, Any]) -> float | None:
+    "When an object was written, as one of fsspec's file systems tells it; None where it does not."
+    names = ("LastModified", "updated", "mtime", "created")
+    at = next((info[name] for name in names if info.get(name) is not None), None)
+    at = datetime.fromisoformat(at) if isinstance(at, str) else at
+    return at.timestamp() if isinstance(at, datetime) else at
 
 # %% ../../../nbs/scaling_out/12_remote.ipynb #3adbc67f
 _MARK = "composer-nb-writer"
@@ -78,23 +92,34 @@ class _S3Calls:
         except FileNotFoundError as error:
             raise TransientError(f"{key} was deleted while it was contended") from error
 
-    def find(self, prefix: str) -> list[str]:
-        skip, found, token = len(self.prefix) + 1 if self.prefix else 0, [], {}
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        skip, found, token = len(self.prefix) + 1 if self.prefix else 0, {}, {}
         while True:
             at = {"Bucket": self.name, "Prefix": self.at(prefix)["Key"]}
             page = self.fs.call_s3("list_objects_v2", **at, **token)
-            found += [item["Key"][skip:] for item in page.get("Contents", ())]
+            for item in page.get("Contents", ()):
+                found[item["Key"][skip:]] = Entry(item["Size"], _written(item))
             if not page.get("IsTruncated"):
                 return found
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-# %% ../../../nbs/scaling_out/12_remote.ipynb #40f37d90
-class S3Store(RemoteStore):
-    "S3 through s3fs: conditional writes, one request per operation where it can be had, no listing kept."
+# %% ../../../nbs/scaling_out/12_remote.ipynb #rem-s3-list
+class S3Listing(RemoteStore):
+    "What S3 tells in a listing: one request per thousand keys. `part_bytes` is for `S3Store`."
 
     def __init__(self, fs: Any, root: str, part_bytes: int) -> None:
         super().__init__(fs, root)
         self._s3, self.part_bytes = _S3Calls(fs, self.root), part_bytes
+
+    def find(self, prefix: str) -> list[str]:
+        return list(self._s3.entries(prefix))
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        return self._s3.entries(prefix)
+
+# %% ../../../nbs/scaling_out/12_remote.ipynb #40f37d90
+class S3Store(S3Listing):
+    "S3 through s3fs: conditional writes, one request per operation where it can be had, no listing kept."
 
     def put(self, key: str, data: bytes) -> None:
         self.fs.pipe_file(self._path(key), data, chunksize=self.part_bytes)
@@ -119,9 +144,6 @@ class S3Store(RemoteStore):
         except FileNotFoundError:  # a HEAD cannot say that it is the bucket that is gone
             self.fs.call_s3("list_objects_v2", Bucket=self._s3.name, MaxKeys=1)
             raise
-
-    def find(self, prefix: str) -> list[str]:
-        return self._s3.find(prefix)
 
     def remove(self, key: str) -> None:
         self.fs.call_s3("delete_object", **self._s3.at(key))
