@@ -1,0 +1,336 @@
+"""One suite for all executors: what a launcher promises holds for processes of this machine and for Slurm.
+
+The cluster is a real one, of two node daemons on this machine (`drills.slurm_cluster`). Where it cannot be
+started, its cases are skipped, and the reason names the remedy.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_nb.drills.slurm_cluster import SlurmCluster
+from composer_nb.launch.entrypoint import marked
+from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
+from composer_nb.launch.local import LocalProcessExecutor
+from composer_nb.launch.slurm import SlurmExecutor
+from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions
+
+QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
+SECRET = "sesame-open-1234"
+PROGRAM = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from composer_nb.launch.entrypoint import beat, replica_rank, report
+
+def add(a, b=1): return [a + b, *replica_rank(), os.environ["REPLICA_INCARNATION"]]
+def fail(word): print("before"); raise ValueError(word)
+def leave(code): sys.exit(code)
+def snooze(s=60): print("awake", flush=True); time.sleep(s)
+def stubborn(): signal.signal(signal.SIGTERM, signal.SIG_IGN); snooze()
+def tidy(): signal.signal(signal.SIGTERM, lambda *_: (print("tidied", flush=True), sys.exit(5))); snooze()
+def parent(): subprocess.Popen(["sleep", "60"]); subprocess.Popen(["setsid", "sleep", "60"]); snooze()
+def silent(): beat(); print("beat", flush=True); time.sleep(60)
+def walk(steps, rank_s=0.05):
+    "The same numbers whatever happens to others: a sum over steps, kept on disk, so that a restart goes on."
+    rank, world_size = replica_rank()
+    kept = Path(f"walk-{rank}.json")
+    step, total = json.loads(kept.read_text()) if kept.exists() else (0, 0.0)
+    first = step
+    while step < steps:
+        beat(); time.sleep(rank_s); step += 1; total += 1 / (step + rank)
+        Path(f".walk-{rank}").write_text(json.dumps([step, total])); os.replace(f".walk-{rank}", kept)
+        print("step", step)
+    return {"rank": rank, "first": first, "total": total}
+def show(*names): return {name: os.environ.get(name) for name in names}
+def say(name): print("the value is", os.environ[name]); raise ValueError(os.environ[name])
+def hold(name, s): assert os.environ[name]; print("held", flush=True); time.sleep(s); return "held"
+
+if __name__ == "__main__":
+    report({"argv": sys.argv[1:], "rank": replica_rank()[0]})
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if reason := SlurmCluster.reason():
+        pytest.skip(f"not run: {reason}")
+    with SlurmCluster(forget_s=300) as made:
+        yield made
+
+
+class Local:
+    name, outlives = "local", False
+    refusal = (ValueError, {"gpu": "H200"}, "gpu='H200'")
+    make = staticmethod(lambda folder, **options: LocalProcessExecutor(folder, **{"grace_s": 1} | options))
+
+
+class OnSlurm:
+    name, outlives = "slurm", True
+    refusal = (SlurmError, {"timeout": 7200}, "time_limit_s=7261")
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    @staticmethod
+    def make(folder, **options):
+        return SlurmExecutor(folder, **{"grace_s": 1, "options": QUICK} | options)
+
+
+@pytest.fixture(params=["local", "slurm"])
+def site(request):
+    return Local() if request.param == "local" else OnSlurm(request.getfixturevalue("cluster"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "prog.py").write_text(PROGRAM)
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def executor(site, folder):
+    with site.make(folder) as made:
+        yield made
+    assert marked(*(mark_of(handle) for handle in made._register.lives)) == []
+
+
+def mark_of(handle):
+    return f"rank{handle.rank}-run{handle.incarnation}.{handle.launch}"
+
+
+def program_of(handle):
+    "The process that runs the program of a life."
+    return min(
+        pid for pid in marked(mark_of(handle)) if b"job.json" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def until(condition, seconds=40):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def test_replicas_finish_with_results(executor):
+    assert isinstance(executor, ServerlessExecutor)
+    handles = executor.launch_replicas(3, "prog:add", [3])
+    results = executor.collect(handles, timeout=60)
+    assert [r.value for r in results] == [[4, rank, 3, "0"] for rank in range(3)], results
+    assert {(r.status, r.exit_code, r.error, r.incarnation) for r in results} == {("succeeded", 0, None, 0)}
+    (script,) = executor.collect(executor.launch_replicas(1, "prog.py", [3, "a b"]), timeout=60)
+    assert script.value == {"argv": ["3", "a b"], "rank": 0}
+    assert [handle.rank for handle in handles] == [0, 1, 2] and len(
+        {handle.launch for handle in handles}
+    ) == 1
+
+
+def test_failures_surface_with_the_log(executor):
+    handles = [executor.launch_replicas(1, f"prog:{name}", [arg])[0]
+               for name, arg in (("fail", "boom"), ("leave", 7), ("absent", 1))]  # fmt: skip
+    boom, seven, absent = executor.collect(handles, timeout=60)
+    assert (boom.status, boom.exit_code, boom.value) == ("failed", 1, None)
+    head, lines = boom.error.split("\nlast lines of its log:\n")
+    assert head == "rank 0, incarnation 0: ValueError: boom" and lines.splitlines()[0] == "before"
+    assert (seven.status, seven.exit_code) == ("failed", 7) and "exit code 7" in seven.error
+    assert "no attribute 'absent'" in absent.error
+
+
+def test_one_killed_and_started_again_while_the_others_walk_on(executor, folder):
+    handles = executor.launch_replicas(3, "prog:walk", [60])
+    until(lambda: all("step 4" in executor.tail(handle) for handle in handles))
+    os.kill(program_of(handles[1]), signal.SIGKILL)
+    (lost,) = executor.collect([handles[1]], timeout=60)
+    assert (lost.status, lost.exit_code) == ("failed", -signal.SIGKILL) and "SIGKILL" in lost.error
+    again = executor.restart(handles[1])
+    assert (again.rank, again.incarnation, again.launch) == (
+        1,
+        1,
+        handles[1].launch,
+    ) and again.log != handles[1].log
+    first, second, third = executor.collect([handles[0], again, handles[2]], timeout=60)
+    assert [r.status for r in (first, second, third)] == ["succeeded"] * 3
+    assert second.incarnation == 1 and second.value["first"] >= 4
+    for result in (first, second, third):
+        total = 0.0
+        for step in range(1, 61):
+            total += 1 / (step + result.rank)
+        assert result.value["total"] == total  # to the bit, whoever died
+    assert first.value["first"] == third.value["first"] == 0
+    rows = [(row["rank"], row["incarnation"], row["status"]) for row in executor.table()]
+    assert rows == [(0, 0, "succeeded"), (1, 0, "failed"), (2, 0, "succeeded"), (1, 1, "succeeded")]
+
+
+def test_a_running_one_is_cancelled_by_its_restart(executor):
+    (handle,) = executor.launch_replicas(1, "prog:snooze")
+    until(lambda: executor.tail(handle) == "awake")
+    second = executor.restart(handle)
+    assert executor.poll(handle) == "cancelled" and executor.poll(second) == "running"
+    assert marked(mark_of(handle)) == [] and executor.restart(handle).incarnation == 2
+
+
+def test_cancel_ends_all_that_was_started(executor):
+    family, tidy, stubborn, calm = (
+        executor.launch_replicas(1, f"prog:{name}")[0] for name in ("parent", "tidy", "stubborn", "snooze")
+    )
+    until(lambda: all(executor.tail(h) == "awake" for h in (family, tidy, stubborn, calm)))
+    assert len(marked(mark_of(family))) >= 3
+    executor.cancel([family, tidy, stubborn])
+    assert marked(*map(mark_of, (family, tidy, stubborn))) == []
+    results = executor.collect([family, tidy, stubborn], timeout=5)
+    assert [r.status for r in results] == ["cancelled"] * 3
+    assert [r.exit_code for r in results] == [-signal.SIGTERM, 5, -signal.SIGKILL]
+    assert executor.tail(tidy, 1).endswith("tidied") or "tidied" in executor.tail(tidy)
+    assert executor.poll(calm) == "running"
+    executor.cancel([family])
+    assert executor.collect([family], timeout=5)[0].status == "cancelled"
+
+
+def test_limits_of_time_and_heartbeat(site, folder):
+    with site.make(folder, heartbeat_s=3) as made:
+        (hung,) = made.launch_replicas(1, "prog:silent")
+        (late,) = made.launch_replicas(1, "prog:walk", [1000], timeout=2)
+        results = made.collect([hung, late], timeout=60)
+    assert [r.status for r in results] == ["hung", "timed_out"]
+    assert "no heartbeat" in results[0].error and "in silent" in results[0].error
+    assert "timeout of 2 s" in results[1].error and results[1].exit_code == -signal.SIGTERM
+
+
+def test_collect_may_stop_waiting(executor):
+    (handle,) = executor.launch_replicas(1, "prog:snooze")
+    (result,) = executor.collect([handle], timeout=0.2)
+    assert (result.status, result.exit_code, result.error, result.value) == ("running", None, None, None)
+
+
+OWNER = """
+    import json, sys, time
+    from test_launchers import Local, OnSlurm
+    make = {"local": Local, "slurm": OnSlurm}[sys.argv[1]].make
+    made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
+    (quick,) = made.launch_replicas(1, "prog:add", [1])
+    handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 3])]
+    made.collect([quick])
+    while not all("held" in made.tail(h) for h in handles[1:]): time.sleep(0.05)
+    print(json.dumps([handle.to_dict() for handle in handles]), flush=True)
+    time.sleep(60)
+"""
+
+
+def start_owner(site, folder):
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    words = [sys.executable, "-c", textwrap.dedent(OWNER), site.name, str(folder)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+
+
+def test_the_launcher_dies(site, folder):
+    "Replicas go on where a launcher can be replaced, and the next one has their results; others end."
+    owner = start_owner(site, folder)
+    told = json.loads(owner.stdout.readline())
+    handles = [ReplicaHandle.from_dict(values) for values in told]
+    owner.kill()
+    owner.wait()
+    if not site.outlives:
+        until(lambda: marked(*map(mark_of, handles)) == [])
+        return
+    assert len(marked(*map(mark_of, handles[1:]))) >= 2
+    with site.make(folder, env={"A_SECRET": SECRET}) as other:
+        with pytest.raises(ValueError, match="not started by this executor"):
+            other.poll(handles[0])
+        assert (
+            [other.attach(values) for values in told]
+            == handles
+            == other.find_handles(handles[0].launch)
+            + sorted(other.find_handles(handles[1].launch), key=lambda h: h.rank)
+        )
+        assert [other.poll(handle) for handle in handles[1:]] == ["running", "running"]
+        results = other.collect(handles, timeout=60)
+        assert [(r.status, r.value) for r in results] == [("succeeded", [2, 0, 1, "0"])] + [
+            ("succeeded", "held")
+        ] * 2
+        again = other.restart(handles[2])
+        assert (again.rank, again.incarnation) == (1, 1)
+        assert other.collect([again], timeout=60)[0].value == "held"
+    third = site.make(folder)
+    assert [third.collect([third.attach(h)])[0].status for h in (handles[2], again)] == ["succeeded"] * 2
+
+
+def test_a_refusal_names_the_value_and_leaves_nothing(site, folder, executor):
+    kind, wish, words = site.refusal
+    before = sorted(folder.rglob("*"))
+    for wrong, error, said in (
+        (wish, kind, words),
+        ({"timeout": -1}, ValueError, "timeout=-1"),
+        ({"entrypoint_args": [object()]}, TypeError, "JSON"),
+    ):
+        with pytest.raises(error, match=said):
+            executor.launch_replicas(
+                **{"n_replicas": 2, "entrypoint": "prog:add", "entrypoint_args": [1]} | wrong
+            )
+    with pytest.raises(ValueError, match="n_replicas=0"):
+        executor.launch_replicas(0, "prog:add", [1])
+    with pytest.raises(FileNotFoundError, match="no script"):
+        executor.launch_replicas(1, "absent.py")
+    assert executor.events == []
+    assert sorted(folder.rglob("*")) == before
+
+
+def everything_readable(site, folder, handles):
+    "All that others could read of a run: command lines, the queue, and every file that is not mode 0600."
+    texts = [Path(path).read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o077:
+            texts.append(path.read_bytes())
+    if site.name == "slurm":
+        texts.append(site.cluster.run("scontrol", "show", "job").encode())
+        for handle in handles:
+            texts.append(site.cluster.run("scontrol", "write", "batch_script", str(handle.pid), "-").encode())
+        texts += [text.encode() for text in site.cluster.logs().values()]
+        for path in site.cluster.folder.rglob("*"):
+            if path.is_file():
+                texts.append(path.read_bytes())
+    return texts
+
+
+def test_secrets_nowhere(site, folder):
+    with site.make(folder, env={"STORE_SECRET_KEY": SECRET}) as made:
+        (running,) = made.launch_replicas(1, "prog:hold", ["STORE_SECRET_KEY", 30])
+        (failing,) = made.launch_replicas(1, "prog:say", ["STORE_SECRET_KEY"])
+        until(lambda: "held" in made.tail(running))
+        (result,) = made.collect([failing], timeout=60)
+        assert "ValueError: [STORE_SECRET_KEY]" in result.error
+        shown = [
+            result.error,
+            made.tail(failing),
+            repr(made),
+            repr(running),
+            str(made.table()),
+            str(running.to_dict()),
+        ]
+        assert not any(SECRET in text for text in shown)
+        found = everything_readable(site, folder, [running, failing])
+        assert len(found) > 10 and not any(SECRET.encode() in text for text in found)
+        private = [
+            path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".log", ".sh")
+        ]
+        private = [path for path in private if path.name != "prog.py"]
+        assert len(private) >= 4 and all(path.stat().st_mode & 0o077 == 0 for path in private)
+    kept = [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    own_words = {failing.log, *failing.log.parent.parent.rglob("result.json")}
+    assert set(kept) <= own_words  # what the program printed and raised itself, in files of mode 0600
+
+
+def test_what_a_replica_sees(site, folder, monkeypatch):
+    monkeypatch.setenv("UNASKED", "1")
+    monkeypatch.setenv("ASKED", "thr'ough\n$HOME")
+    names = ["UNASKED", "ASKED", "OMP_NUM_THREADS", "REPLICA_EXECUTOR", "REPLICA_WORLD_SIZE"]
+    with site.make(folder, env=["ASKED"], threads=3) as made:
+        (result,) = made.collect(made.launch_replicas(1, "prog:show", names), timeout=60)
+    assert list(result.value.values()) == [None, "thr'ough\n$HOME", "3", None, "1"]
