@@ -33,7 +33,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=3
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -147,10 +147,11 @@ class SlurmCluster:
             lambda: self.run("sinfo", "-hN", "-o%T").split() == ["idle"] * 2 * len(self.nodes), "nodes"
         )
 
-    def _daemon(self, name: str, *arguments: str, key: str = "") -> None:
+    def _daemon(self, name: str, *arguments: str, node: str = "") -> None:
         words = ["setpriv", "--pdeathsig", "KILL", _program(name), *arguments]  # it ends with who began it
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._daemons[key or name] = subprocess.Popen(words, **quiet, start_new_session=True, cwd=self.folder)
+        own = {"start_new_session": True, "cwd": self.folder, "env": os.environ | {"DRILL_NODE": node}}
+        self._daemons[node or name] = subprocess.Popen(words, **quiet, **own)
 
     def _until(self, condition: object, what: str, seconds: float = 30.0) -> None:
         end = time.monotonic() + seconds
@@ -167,7 +168,7 @@ class SlurmCluster:
 
     def begin(self, node: str) -> None:
         """Start a node's daemon."""
-        self._daemon("slurmd", "-D", "-N", node, key=node)
+        self._daemon("slurmd", "-D", "-N", node, node=node)
 
     def begin_controller(self) -> None:
         """Start slurmctld; it knows the jobs of the one before."""
@@ -187,6 +188,7 @@ class SlurmCluster:
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
+        self._end(f"DRILL_NODE={node}")  # slurmstepd first, which would report its job's end
         self._end(f"SLURMD_NODENAME={node}")
         if noticed:
             self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")

@@ -41,7 +41,12 @@ class SlurmJob:
 
     @property
     def began(self) -> bool:
-        return self.seen.state not in ("PENDING", "CONFIGURING") or (self.files / "began").exists()
+        "Whether its program has begun, and is not suspended; one that was put back and waits has not."
+        if self.seen.state in ("RUNNING", "SUSPENDED"):
+            return self.seen.state == "RUNNING"
+        with suppress(FileNotFoundError):  # the script writes one line each time it begins
+            return len((self.files / "began").read_text().splitlines()) > self.seen.restarts
+        return False
 
     def look(self, states: Mapping[tuple[int, int], QueueState] | None) -> bool:
         "Takes note of the folder, and of the queue unless it was not asked; whether the life is over."
