@@ -334,3 +334,169 @@ def test_what_a_replica_sees(site, folder, monkeypatch):
     with site.make(folder, env=["ASKED"], threads=3) as made:
         (result,) = made.collect(made.launch_replicas(1, "prog:show", names), timeout=60)
     assert list(result.value.values()) == [None, "thr'ough\n$HOME", "3", None, "1"]
+
+
+# --- what only a queue can do -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_slurm(cluster):
+    return OnSlurm(cluster)
+
+
+def is_idle(cluster):
+    return cluster.run("sinfo", "-hN", "-pmain", "-o%t").split() == ["idle", "idle"]
+
+
+def test_a_lost_node_is_told_or_healed_by_the_queue(on_slurm, folder):
+    "With requeue the replica goes on elsewhere, under the same handle; without, it has failed with its node."
+    cluster = on_slurm.cluster
+    until(lambda: is_idle(cluster))
+    healed = on_slurm.make(
+        folder, options=SlurmOptions(poll_s=0.4, lag_s=1.5, requeue=True, cpus=2), heartbeat_s=4
+    )
+    told = on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.5, cpus=2))
+    try:
+        (first,) = healed.launch_replicas(1, "prog:walk", [80])
+        until(lambda: "step 4" in healed.tail(first) and healed.table()[0]["node"])
+        node = healed.table()[0]["node"]
+        pinned = told.launch_replicas(4, "prog:snooze")  # one of them at least is beside the first
+        until(lambda: all(row["node"] for row in told.table()))
+        beside = [row["rank"] for row in told.table() if row["node"] == node]
+        assert beside
+        cluster.lose(node)
+        until(lambda: healed.table()[0]["put_back"] == 1)
+        lost = told.collect([pinned[rank] for rank in beside], timeout=30)
+        assert {(r.status, r.value) for r in lost} == {("failed", None)}
+        assert all(f"Slurm says NODE_FAIL (NodeDown) on {node}" in r.error for r in lost), lost[0].error
+        (result,) = healed.collect([first], timeout=60)
+        assert (result.status, result.incarnation) == ("succeeded", 0), result.error
+        assert result.value["first"] >= 4
+        assert healed.table()[0]["node"] != node and healed.table()[0]["put_back"] == 1
+        assert all(told.poll(h) == "running" for h in pinned if h.rank not in beside)
+    finally:
+        healed.close()
+        told.close()
+        for name in cluster.nodes:
+            if name not in cluster.up():
+                cluster.begin(name)
+        until(lambda: is_idle(cluster))
+
+
+def test_a_job_killed_with_its_script_is_told_by_the_queue(on_slurm, folder):
+    with on_slurm.make(folder) as made:
+        killed, ended = (made.launch_replicas(1, "prog:snooze")[0] for _ in range(2))
+        until(lambda: all(made.tail(handle) == "awake" for handle in (killed, ended)))
+        for pid in on_slurm.cluster.processes(f"SLURM_ARRAY_JOB_ID={killed.pid}"):
+            os.kill(pid, signal.SIGKILL)
+        on_slurm.cluster.run("scancel", f"{ended.pid}_0")
+        first, second = made.collect([killed, ended], timeout=30)
+        assert (first.status, first.exit_code) == ("failed", -signal.SIGKILL)
+        assert "Slurm says FAILED" in first.error
+        assert second.status == "cancelled" and "cancelled in Slurm" in second.error
+
+
+def test_a_waiting_replica_is_no_hung_one_and_can_be_cancelled(on_slurm, folder):
+    wide = SlurmOptions(poll_s=0.4, lag_s=1, cpus=8)
+    until(lambda: is_idle(on_slurm.cluster))
+    with on_slurm.make(folder, options=wide, heartbeat_s=3) as made:
+        busy = made.launch_replicas(2, "prog:walk", [1000])
+        until(lambda: all("step 1" in made.tail(handle) for handle in busy))
+        waiting, goes = (made.launch_replicas(1, "prog:walk", [3])[0] for _ in range(2))
+        time.sleep(4)
+        assert [made.poll(h) for h in (waiting, goes)] == ["running", "running"]
+        rows = made.table([waiting])
+        assert rows[0]["slurm"].startswith("PENDING") and rows[0]["seconds"] < 0.5
+        made.cancel([waiting])
+        (result,) = made.collect([waiting], timeout=1)
+        assert (result.status, result.exit_code) == ("cancelled", None)
+        made.cancel(busy[:1])
+        assert made.collect([goes], timeout=30)[0].status == "succeeded"
+
+
+def test_the_queue_may_be_away_and_forget(on_slurm, folder):
+    "While slurmctld is down, the folder tells of those that have ended; what it restarts knows the rest."
+    cluster = on_slurm.cluster
+    with on_slurm.make(folder) as made:
+        quick, slow = made.launch_replicas(1, "prog:walk", [20])[0], made.launch_replicas(1, "prog:snooze")[0]
+        until(lambda: "step 2" in made.tail(quick) and made.tail(slow) == "awake")
+        cluster.end_controller()
+        try:
+            with pytest.warns(UserWarning, match="judged by the work folder alone"):
+                (result,) = made.collect([quick], timeout=60)
+            assert result.status == "succeeded" and made.poll(slow) == "running"
+        finally:
+            cluster.begin_controller()
+            cluster.wait_until_up()
+        made.cancel([slow])
+        assert made.poll(slow) == "cancelled" and marked(mark_of(slow)) == []
+
+
+def test_what_two_launchers_see_is_the_same(on_slurm, folder):
+    with on_slurm.make(folder) as one, on_slurm.make(folder) as other:
+        handles = one.launch_replicas(2, "prog:snooze")
+        until(lambda: one.tail(handles[1]) == "awake")
+        for handle in handles:
+            other.attach(handle)
+        other.cancel(handles[:1])
+        assert one.collect(handles[:1], timeout=20)[0].status == "cancelled"
+        again = one.restart(handles[1])
+        assert other.poll(handles[1]) == "cancelled" and other.find_handles(handles[0].launch) == [
+            *handles,
+            again,
+        ]
+        with pytest.raises(ValueError, match="pass the work folder of its executor"):
+            other.attach(ReplicaHandle(0, 1, 0, "0badcafe", 7, folder / "log", ()))
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"partition": "gpu-large"}, "partition='gpu-large'.*`sinfo`"),
+        ({"cpus": 99}, "cpus=99"),
+        ({"memory_mb": 10**6}, "memory_mb=1000000"),
+        ({"time_limit_s": 7200}, "time_limit_s=7200"),
+        ({"gpus": "h100:2"}, "gpus='h100:2'"),
+        ({"partition": "short", "time_limit_s": 90}, "time_limit_s=90"),
+    ],
+)
+def test_what_the_cluster_refuses(on_slurm, folder, wish, words):
+    made = on_slurm.make(folder, options=SlurmOptions(**wish))
+    with pytest.raises(SlurmError, match=words):
+        made.launch_replicas(2, "prog:add", [1])
+    with pytest.raises(SlurmError, match="n_replicas=40.*MaxArraySize"):
+        on_slurm.make(folder).launch_replicas(40, "prog:add", [1])
+    assert list(folder.rglob("*.json")) == [] and made.events == []
+
+
+def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):
+    for wish in ({"cpus": 0}, {"cpus": None}, {"cpus": True}, {"gpus": 0}, {"gpus": "0,1"}, {"gpus": True},
+                 {"memory_mb": 0.5}, {"time_limit_s": -1}, {"poll_s": None}, {"partition": "a b"},
+                 {"account": "--wrap=x"}, {"qos": 3}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(wish))}=.*pass"):
+            SlurmOptions(**wish)
+    made = SlurmExecutor(tmp_path, options=SlurmOptions(time_limit_s=60))
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    for wrong in ({"gpu": [0, 1]}, {"gpu": 0}, {"timeout": 61}, {"n_replicas": 0}):
+        with pytest.raises(ValueError, match="pass"):
+            made.launch_replicas(**{"n_replicas": 1, "entrypoint": "prog:add"} | wrong)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "logs", tmp_path / "prog.py"]
+
+
+def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(SlurmError, match="no program 'sbatch' here.*slurm-client"):
+        SlurmExecutor(tmp_path).launch_replicas(1, "prog:add", [1])
+    monkeypatch.setattr("composer_nb.drills.slurm_cluster.PLACES", ())
+    assert "apt-get install slurm-wlm munge" in SlurmCluster.reason()
+    with pytest.raises(OSError, match="apt-get install slurm-wlm munge"), SlurmCluster():
+        pass
+
+
+def test_a_handle_is_json():
+    handle = ReplicaHandle(1, 2, 0, "abc", 7, Path("/logs/x"), ("python", "job.json"))
+    assert ReplicaHandle.from_dict(json.loads(json.dumps(handle.to_dict()))) == handle
+    with pytest.raises(ValueError, match="pass what to_dict gave"):
+        ReplicaHandle.from_dict({"rank": 1})

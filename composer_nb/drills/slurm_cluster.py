@@ -18,7 +18,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,7 +60,96 @@ MinJobAge={forget_s}
 """
 
 
-class SlurmCluster:
+class Daemons:
+    """The processes of a cluster in a folder, and what is asked of them."""
+
+    folder: Path
+    conf: Path
+
+    def __init__(self) -> None:
+        self._daemons: dict[str, subprocess.Popen] = {}
+
+    def begin(self, node: str) -> None:
+        """Start a node's daemon."""
+        self._daemon("slurmd", "-D", "-N", node, node=node)
+
+    def begin_controller(self) -> None:
+        """Start slurmctld; it knows the jobs of the one before."""
+        self._daemon("slurmctld", "-D")
+
+    def wait_until_up(self) -> None:
+        """Until slurmctld answers."""
+        self._until(lambda: subprocess.run(["scontrol", "ping"], capture_output=True).returncode == 0, "ping")
+
+    def end_controller(self) -> None:
+        """slurmctld is shut down: nobody is answered, and jobs go on."""
+        daemon = self._daemons.pop("slurmctld")
+        daemon.terminate()
+        daemon.wait()
+
+    def lose(self, node: str, noticed: bool = True) -> None:
+        """Kill a node's daemon and all its jobs, as when its machine loses power.
+
+        `noticed`: an administrator marks the node as down; else Slurm gives it up by itself, after a while.
+        """
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+        self._end(f"DRILL_NODE={node}")  # slurmstepd first, which would report its job's end
+        self._end(f"SLURMD_NODENAME={node}")
+        if noticed:
+            self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def run(self, *words: str, timeout_s: float = 30.0) -> str:
+        """What one of Slurm's commands prints. Raises CalledProcessError when it fails."""
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=True)
+        return done.stdout
+
+    def processes(self, *marks: str) -> list[int]:
+        """Ids of processes that belong to this cluster, and have all of these in their environment."""
+        wanted = [f"\0{mark}\0".encode() for mark in (f"SLURM_CONF={self.conf}", *marks)]
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                environment, pid = b"\0" + path.read_bytes() + b"\0", int(path.parent.name)
+                if pid != os.getpid() and all(mark in environment for mark in wanted):
+                    found.append(pid)
+        return found
+
+    def up(self) -> list[str]:
+        """Nodes whose daemon was started and not lost."""
+        return [name for name in self._daemons if name not in ("munged", "slurmctld")]
+
+    def logs(self) -> dict[str, str]:
+        """What the daemons wrote, by file name."""
+        return {path.name: path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log"))}
+
+    def _daemon(self, name: str, *arguments: str, node: str = "") -> None:
+        words = ["setpriv", "--pdeathsig", "KILL", _program(name), *arguments]  # it ends with who began it
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        own = {"start_new_session": True, "cwd": self.folder, "env": os.environ | {"DRILL_NODE": node}}
+        self._daemons[node or name] = subprocess.Popen(words, **quiet, **own)
+
+    def _until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
+            if dead or time.monotonic() > end:
+                logs = "\n".join(
+                    path.read_text(errors="replace")[-600:] for path in self.folder.glob("*.log")
+                )
+                raise OSError(f"no Slurm cluster: {', '.join(dead) or what} did not come up\n{logs}")
+            time.sleep(0.05)
+
+    def _end(self, *marks: str) -> None:
+        while left := self.processes(*marks):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+class SlurmCluster(Daemons):
     """Nodes `node1`, `node2`, … with `cpus` each, in a partition `main` (up to an hour) and `short` (a minute).
 
     Slurm gives up a node it cannot reach after `lost_after_s` seconds, forgets ended jobs after `forget_s`, and
@@ -76,9 +165,9 @@ class SlurmCluster:
         kill_wait_s: int = 5,
         forget_s: int = 300,
     ) -> None:
+        super().__init__()
         self.nodes, self.cpus = [f"node{i + 1}" for i in range(nodes)], cpus
         self._numbers = {"lost_after_s": lost_after_s, "kill_wait_s": kill_wait_s, "forget_s": forget_s}
-        self._daemons: dict[str, subprocess.Popen] = {}
 
     @classmethod
     def reason(cls) -> str:
@@ -89,8 +178,6 @@ class SlurmCluster:
         if os.geteuid() != 0:
             return "a Slurm cluster of one's own needs root: run this as root, as in a container"
         return ""
-
-    # --- life -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> SlurmCluster:
         if reason := self.reason():
@@ -146,79 +233,6 @@ class SlurmCluster:
         self._until(
             lambda: self.run("sinfo", "-hN", "-o%T").split() == ["idle"] * 2 * len(self.nodes), "nodes"
         )
-
-    def _daemon(self, name: str, *arguments: str, node: str = "") -> None:
-        words = ["setpriv", "--pdeathsig", "KILL", _program(name), *arguments]  # it ends with who began it
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        own = {"start_new_session": True, "cwd": self.folder, "env": os.environ | {"DRILL_NODE": node}}
-        self._daemons[node or name] = subprocess.Popen(words, **quiet, **own)
-
-    def _until(self, condition: object, what: str, seconds: float = 30.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
-            if dead or time.monotonic() > end:
-                logs = "\n".join(
-                    path.read_text(errors="replace")[-600:] for path in self.folder.glob("*.log")
-                )
-                raise OSError(f"no Slurm cluster: {', '.join(dead) or what} did not come up\n{logs}")
-            time.sleep(0.05)
-
-    # --- what happens to it ---------------------------------------------------------------------------------
-
-    def begin(self, node: str) -> None:
-        """Start a node's daemon."""
-        self._daemon("slurmd", "-D", "-N", node, node=node)
-
-    def begin_controller(self) -> None:
-        """Start slurmctld; it knows the jobs of the one before."""
-        self._daemon("slurmctld", "-D")
-
-    def end_controller(self) -> None:
-        """slurmctld dies: nobody is told anything, and jobs go on."""
-        daemon = self._daemons.pop("slurmctld")
-        daemon.kill()
-        daemon.wait()
-
-    def lose(self, node: str, noticed: bool = True) -> None:
-        """Kill a node's daemon and all its jobs, as when its machine loses power.
-
-        `noticed`: an administrator marks the node as down; else Slurm gives it up by itself, after a while.
-        """
-        daemon = self._daemons.pop(node)
-        daemon.kill()
-        daemon.wait()
-        self._end(f"DRILL_NODE={node}")  # slurmstepd first, which would report its job's end
-        self._end(f"SLURMD_NODENAME={node}")
-        if noticed:
-            self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
-
-    def _end(self, *marks: str) -> None:
-        while left := self.processes(*marks):
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-
-    def run(self, *words: str, timeout_s: float = 30.0) -> str:
-        """What one of Slurm's commands prints. Raises CalledProcessError when it fails."""
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=True)
-        return done.stdout
-
-    def processes(self, *marks: str) -> list[int]:
-        """Ids of processes that belong to this cluster, and have all of these in their environment."""
-        wanted = [f"\0{mark}\0".encode() for mark in (f"SLURM_CONF={self.conf}", *marks)]
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                environment, pid = b"\0" + path.read_bytes() + b"\0", int(path.parent.name)
-                if pid != os.getpid() and all(mark in environment for mark in wanted):
-                    found.append(pid)
-        return found
-
-    def logs(self) -> dict[str, str]:
-        """What the daemons wrote, by file name."""
-        return {path.name: path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log"))}
 
 
 def _program(name: str) -> str | None:

@@ -214,8 +214,7 @@ class Workplace:
         job = JobSpec(task.program, task.args, rank, world_size, incarnation, files)
         log, mark = self.log_dir / f"{launch}-{job.files.name}.log", f"{job.files.name}.{launch}"
         own = {"REPLICA_EXECUTOR": str(os.getpid()), "REPLICA_GRACE": str(self.grace_s), "REPLICA_MARK": mark}
-        env = self.environment(rank, task.gpu, own)
-        command = self.command(job)
+        env, command = self.environment(rank, task.gpu, own), self.command(job)
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600), "wb") as output:
             process = subprocess.Popen(
                 command, cwd=self.workdir, env=env, start_new_session=True,

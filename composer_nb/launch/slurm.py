@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ from composer_nb.launch.slurm_commands import (
     env_file,
     explain,
     time_words,
+    wish_words,
 )
-from .slurm_jobs import SlurmJob, SlurmSupervisor, read_verdict
+from .slurm_jobs import QueueReader, SlurmJob, SlurmSupervisor, read_verdict
 
 # %% auto #0
-__all__ = ['SlurmPlace', 'Submitter', 'age_of', 'SlurmShelf', 'SlurmLauncher', 'SlurmExecutor']
+__all__ = ['SlurmPlace', 'Submission', 'Submitter', 'age_of', 'SlurmShelf', 'Adopter', 'SlurmLauncher', 'AttachingExecutor',
+           'LaunchingExecutor', 'SlurmExecutor']
 
 # %% ../../nbs/launching/05_slurm.ipynb #sl000016
 class SlurmPlace(Workplace):
@@ -80,72 +82,80 @@ class SlurmPlace(Workplace):
             with suppress(OSError):  # other lives are there
                 folder.rmdir()
 
-    def words(self, launch: str, ranks: Sequence[int], incarnation: int) -> list[str]:
-        "What names the lives of one submission to sbatch."
-        log = str(self.log_dir).replace("%", "%%") + "/" + self.log(launch, "%a", incarnation).name
-        indices = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-        names = {"job-name": f"{launch}-run{incarnation}", "array": indices, "chdir": str(self.workdir)}
-        words = [
-            f"--{name}={value}" for name, value in (names | {"output": log, "input": "/dev/null"}).items()
-        ]
-        return [*words, "--open-mode=append"]
-
 # %% ../../nbs/launching/05_slurm.ipynb #sl000021
 _TIDY = """import os, runpy, sys
 end_marked = runpy.run_path(sys.argv[1])["end_marked"]
 end_marked(float(os.environ["REPLICA_GRACE"]), os.environ["REPLICA_MARK"])"""
 
 
+@dataclass(frozen=True)
+class Submission:
+    "Lives to be handed in together: some ranks of a launch in one incarnation."
+
+    task: Task
+    launch: str
+    ranks: Sequence[int]
+    world_size: int
+    incarnation: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.launch}-run{self.incarnation}"
+
+    def script(self, place: SlurmPlace, command: Sequence[str]) -> str:
+        "What each of them runs; `command` without its job file."
+        tidy = [command[0], "-P", "-c", _TIDY, command[-1]]
+        lives = place.workdir / "replicas" / self.launch
+        return batch_script(lives, self.incarnation, place.workdir, command, tidy)
+
+    def words(self, place: SlurmPlace) -> list[str]:
+        "What names them to sbatch."
+        log = (
+            str(place.log_dir).replace("%", "%%") + "/" + place.log(self.launch, "%a", self.incarnation).name
+        )
+        indices = f"{self.ranks[0]}-{self.ranks[-1]}" if len(self.ranks) > 1 else str(self.ranks[0])
+        names = {"job-name": self.name, "array": indices, "chdir": str(place.workdir), "output": log}
+        return [*(f"--{k}={v}" for k, v in names.items()), "--input=/dev/null", "--open-mode=append"]
+
+# %% ../../nbs/launching/05_slurm.ipynb #sl000021b
 class Submitter:
     "Hands lives in, all ranks of a launch at once."
 
     def __init__(self, place: SlurmPlace, slurm: Slurm, options: SlurmOptions) -> None:
         self.place, self._slurm, self._options = place, slurm, options
 
-    def submit(
-        self, task: Task, launch: str, ranks: Sequence[int], world_size: int, incarnation: int
-    ) -> list[ReplicaHandle]:
+    def submit(self, lives: Submission) -> list[ReplicaHandle]:
         "Handles of lives that are in the queue. Raises SlurmError, with nothing left behind."
-        commands: list[list[str]] = []
+        who, handles = (lives.launch, lives.incarnation), []
         try:
-            for rank in ranks:
-                commands.append(self.place.prepare(task, launch, rank, world_size, incarnation))
-            job = self._hand_in(task, launch, ranks, incarnation, commands[0][:-1])
+            prepared = {
+                r: self.place.prepare(lives.task, who[0], r, lives.world_size, who[1]) for r in lives.ranks
+            }
+            job = self._hand_in(lives, prepared[lives.ranks[0]][:-1])
         except BaseException as error:
             if not isinstance(error, SlurmError) or "no answer" in str(error):
                 with suppress(SlurmError):
-                    self._slurm.cancel([f"--name={launch}-run{incarnation}"])
-            self.place.discard(launch, ranks, incarnation)
+                    self._slurm.cancel([f"--name={lives.name}"])
+            self.place.discard(lives.launch, lives.ranks, lives.incarnation)
             raise
-        handles = []
-        for rank, command in zip(ranks, commands):
-            log = self.place.log(launch, rank, incarnation)
-            handles.append(ReplicaHandle(rank, world_size, incarnation, launch, job, log, tuple(command)))
-        for handle in handles:
-            write_json(self.place.files(launch, handle.rank, incarnation) / "handle.json", handle.to_dict())
+        for rank, command in prepared.items():
+            log = self.place.log(who[0], rank, who[1])
+            handle = ReplicaHandle(rank, lives.world_size, who[1], who[0], job, log, tuple(command))
+            write_json(self.place.files(who[0], rank, who[1]) / "handle.json", handle.to_dict())
+            handles.append(handle)
         return handles
 
-    def _hand_in(
-        self, task: Task, launch: str, ranks: Sequence[int], incarnation: int, command: Sequence[str]
-    ) -> int:
-        options, grace_s = self._options, self.place.grace_s
-        if task.gpu is not None:
-            options = replace(options, gpus=task.gpu)
+    def _hand_in(self, lives: Submission, command: Sequence[str]) -> int:
+        task, grace_s, options = lives.task, self.place.grace_s, self._options
+        wishes = options if task.gpu is None else replace(options, gpus=task.gpu)
         limit_s = options.time_limit_s
         if limit_s is None and task.timeout is not None:  # the launcher is exact; this is for when it is gone
             limit_s = task.timeout + grace_s + 60
-        lives, workdir = self.place.workdir / "replicas" / launch, self.place.workdir
-        tidy = [command[0], "-P", "-c", _TIDY, command[-1]]
-        script = batch_script(lives, incarnation, workdir, command, tidy)
-        words = [
-            *options.words(),
-            *time_words(limit_s, grace_s),
-            *self.place.words(launch, ranks, incarnation),
-        ]
+        words = [*wish_words(wishes), *time_words(limit_s, grace_s), *lives.words(self.place)]
         try:
-            return self._slurm.submit(script, words)
+            return self._slurm.submit(lives.script(self.place, command), words)
         except SlurmError as error:
-            raise explain(error, options, len(ranks), limit_s) from None
+            raise explain(error, wishes, len(lives.ranks), limit_s) from None
 
 # %% ../../nbs/launching/05_slurm.ipynb #sl000018
 def age_of(files: Path) -> float:
@@ -187,51 +197,14 @@ class SlurmShelf:
         return sorted(found, key=lambda handle: (handle.launch, handle.rank, handle.incarnation))
 
 # %% ../../nbs/launching/05_slurm.ipynb #sl000019
-class SlurmLauncher(Launcher):
-    "Submits lives, and takes up those that were submitted before."
+class Adopter:
+    "Takes up lives of a work folder."
 
-    def __init__(
-        self,
-        place: SlurmPlace,
-        register: Register,
-        supervisor: SlurmSupervisor,
-        slurm: Slurm,
-        options: SlurmOptions,
-    ) -> None:
-        super().__init__(place, register, supervisor)
-        self.shelf, self._submitter = SlurmShelf(place, options), Submitter(place, slurm, options)
-        self._options = options
-
-    def task(self, entrypoint: Entrypoint, args: Arguments, gpu: Any, timeout: float | None) -> Task:
-        check_gpus(gpu)
-        limit = self._options.time_limit_s
-        if None not in (limit, timeout) and timeout > limit:
-            raise ValueError(f"timeout={timeout!r} is beyond time_limit_s={limit!r}: pass at most that")
-        return super().task(entrypoint, args, gpu, timeout)
-
-    def launch(self, n_replicas: int, task: Task) -> list[ReplicaHandle]:
-        "Ranks 0..n-1 of one task in one submission."
-        if not isinstance(n_replicas, int) or isinstance(n_replicas, bool) or n_replicas < 1:
-            raise ValueError(f"n_replicas={n_replicas!r}: pass a whole number of at least 1")
-        with self._register.lock:
-            return self._submit(task, uuid.uuid4().hex[:8], range(n_replicas), n_replicas, 0)
-
-    def _submit(self, *what: Any) -> list[ReplicaHandle]:
-        return [self._register.add(self.shelf.life(handle)) for handle in self._submitter.submit(*what)]
-
-    def restart(self, handle: ReplicaHandle) -> ReplicaHandle:
-        "The next incarnation of a replica; earlier ones that run, another launcher's too, are cancelled."
-        with self._register.lock:
-            task = self._register.find(handle).task
-            for other in self.shelf.handles(handle.launch, handle.rank):
-                self.adopt(other)
-            lives = self._register.lives_of(handle)
-            self._supervisor.cancel(lives)
-            last = max(life.handle.incarnation for life in lives)
-            return self._submit(task, handle.launch, [handle.rank], handle.world_size, last + 1)[0]
+    def __init__(self, shelf: SlurmShelf, register: Register, supervisor: SlurmSupervisor) -> None:
+        self.shelf, self._register, self._supervisor = shelf, register, supervisor
 
     def adopt(self, handle: ReplicaHandle) -> ReplicaHandle:
-        "Enters a life of the work folder into the register, unless it is there."
+        "Enters a life into the register, unless it is there."
         with self._register.lock:
             if handle not in self._register.lives:
                 life = self.shelf.life(handle)
@@ -239,53 +212,89 @@ class SlurmLauncher(Launcher):
                 self._register.note(life, "attached")
                 if life.status == "running":
                     self._supervisor.look([life], now=True)
-                    life.started = time.monotonic() - life.process.seen.seconds
         return handle
 
-# %% ../../nbs/launching/05_slurm.ipynb #sl000023
-class SlurmExecutor(ShowingExecutor):
-    """Replicas as jobs of a Slurm cluster, one index of a job array each.
-
-    `workdir`, `log_dir`, `python` and this package must be on a file system that this machine and all nodes
-    see under the same paths. `options` are the wishes to the cluster; the rest is as in
-    `LocalProcessExecutor`. In a handle, `pid` is the id of the job array. Replicas outlive this object and
-    this process unless `close`, or the end of a `with`, cancels them. The exit code of one that never began
-    is None.
-
-    Raises ValueError for bad limits and env, OSError for an unusable folder; each verb SlurmError when Slurm
-    refuses or cannot be asked.
-    """
+# %% ../../nbs/launching/05_slurm.ipynb #sl000019b
+class SlurmLauncher(Launcher):
+    "Submits lives and enters them into a register."
 
     def __init__(
-        self,
-        workdir: str | os.PathLike,
-        *,
-        env: EnvList = None,
-        python: str | os.PathLike = sys.executable,
-        log_dir: str | os.PathLike | None = None,
-        threads: int | None = None,
-        heartbeat_s: float | None = None,
-        quiet_s: float | None = None,
-        grace_s: float = 5.0,
-        options: SlurmOptions | None = None,
+        self, adopter: Adopter, submitter: Submitter, register: Register, supervisor: SlurmSupervisor,
+        time_limit_s: float | None,
     ) -> None:
-        super().__init__(Environment(env, threads), limits := Limits(heartbeat_s, quiet_s, grace_s))
-        self.options = options or SlurmOptions()
-        self.workdir = Path(workdir).resolve()
-        self.log_dir = Path(log_dir).resolve() if log_dir is not None else self.workdir / "logs"
-        slurm = Slurm(self.options.command_s)
-        self._supervisor = SlurmSupervisor(self._register, limits, slurm, self.options, self._environment)
-        place = SlurmPlace(self.workdir, self.log_dir, os.fspath(python), self._environment, grace_s)
-        self._launcher = SlurmLauncher(place, self._register, self._supervisor, slurm, self.options)
+        super().__init__(submitter.place, register, supervisor)
+        self._adopter, self._submitter, self._time_limit_s = adopter, submitter, time_limit_s
+
+    def task(self, entrypoint: Entrypoint, args: Arguments, gpu: Any, timeout: float | None) -> Task:
+        check_gpus(gpu)
+        task, limit = super().task(entrypoint, args, gpu, timeout), self._time_limit_s
+        if None not in (limit, timeout) and timeout > limit:
+            raise ValueError(f"timeout={timeout!r} is beyond time_limit_s={limit!r}: pass at most that")
+        return task
+
+    def launch(self, n_replicas: int, task: Task) -> list[ReplicaHandle]:
+        "Ranks 0..n-1 of one task in one submission."
+        if not isinstance(n_replicas, int) or isinstance(n_replicas, bool) or n_replicas < 1:
+            raise ValueError(f"n_replicas={n_replicas!r}: pass a whole number of at least 1")
+        return self._submit(Submission(task, uuid.uuid4().hex[:8], range(n_replicas), n_replicas, 0))
+
+    def restart(self, handle: ReplicaHandle) -> ReplicaHandle:
+        "The next incarnation of a replica; earlier ones that run, another launcher's too, are cancelled."
+        with self._register.lock:
+            task = self._register.find(handle).task
+            for other in self._adopter.shelf.handles(handle.launch, handle.rank):
+                self._adopter.adopt(other)
+            lives = self._register.lives_of(handle)
+            self._supervisor.cancel(lives)
+            last = max(life.handle.incarnation for life in lives)
+            again = Submission(task, handle.launch, [handle.rank], handle.world_size, last + 1)
+            return self._submit(again)[0]
+
+    def _submit(self, lives: Submission) -> list[ReplicaHandle]:
+        with self._register.lock:
+            handles = self._submitter.submit(lives)
+            return [self._register.add(self._adopter.shelf.life(handle)) for handle in handles]
+
+# %% ../../nbs/launching/05_slurm.ipynb #sl000023
+class AttachingExecutor(ShowingExecutor):
+    "What an executor does with lives in a work folder, whoever started them."
+
+    _adopter: Adopter
+
+    def attach(self, handle: ReplicaHandle | Mapping[str, Any]) -> ReplicaHandle:
+        """Takes up a life that another executor on this work folder submitted, from its handle or the
+        handle's dict. Raises ValueError where the folder has no such life."""
+        plain = handle if isinstance(handle, ReplicaHandle) else ReplicaHandle.from_dict(handle)
+        return self._adopter.adopt(plain)
+
+    def find_handles(self, launch: str | None = None) -> list[ReplicaHandle]:
+        "Handles of all lives in the work folder, or of one launch: for a launcher that lost them."
+        return self._adopter.shelf.handles(launch or "*")
+
+    def table(self, handles: Sequence[ReplicaHandle] | None = None) -> list[dict[str, Any]]:
+        """One row per life, as of the other executors, with what Slurm said when it was last asked, where the
+        life ran, and how often Slurm put it back."""
+        lives = [self._register.find(h) for h in (self._register.lives if handles is None else handles)]
+        self._supervisor.observe(lives)
+        return [_row(life, self._environment) for life in lives]
+
+
+def _row(life: Life, environment: Environment) -> dict[str, Any]:
+    row, seen = row_of(life, environment), life.process.seen
+    last, current = row.pop("last_line"), life.status == "running" or seen.final
+    says = f"{seen.state} ({seen.reason})" if seen.reason else seen.state
+    where = {"slurm": says if current else "", "node": seen.node, "put_back": seen.restarts}
+    return row | where | {"last_line": last}
+
+# %% ../../nbs/launching/05_slurm.ipynb #sl000023a
+class LaunchingExecutor(AttachingExecutor):
+    "The verbs that start."
+
+    _launcher: SlurmLauncher
 
     def launch_replicas(
-        self,
-        n_replicas: int,
-        entrypoint: Entrypoint,
-        entrypoint_args: Arguments = (),
-        *,
-        gpu: int | str | None = None,
-        timeout: float | None = None,
+        self, n_replicas: int, entrypoint: Entrypoint, entrypoint_args: Arguments = (), *,
+        gpu: int | str | None = None, timeout: float | None = None,
     ) -> list[ReplicaHandle]:
         """Submits ranks 0..n-1 of one program, all or none. `gpu`: how many for each, or "kind:number", in
         place of `options.gpus`; `timeout`: seconds for each, from its beginning."""
@@ -302,25 +311,30 @@ class SlurmExecutor(ShowingExecutor):
         "Submits the same replica in its next incarnation. One that still runs is cancelled first."
         return self._launcher.restart(handle)
 
-    def attach(self, handle: ReplicaHandle | Mapping[str, Any]) -> ReplicaHandle:
-        """Takes up a life that another executor on this work folder submitted, from its handle or the
-        handle's dict. Raises ValueError where the folder has no such life."""
-        plain = handle if isinstance(handle, ReplicaHandle) else ReplicaHandle.from_dict(handle)
-        return self._launcher.adopt(plain)
+# %% ../../nbs/launching/05_slurm.ipynb #sl000023b
+class SlurmExecutor(LaunchingExecutor):
+    """Replicas as jobs of a Slurm cluster, one index of a job array each.
 
-    def find_handles(self, launch: str | None = None) -> list[ReplicaHandle]:
-        "Handles of all lives in the work folder, or of one launch: for a launcher that lost them."
-        return self._launcher.shelf.handles(launch or "*")
+    `workdir`, `log_dir`, `python` and this package must be on a file system that this machine and all nodes
+    see under the same paths. `options` are the wishes to the cluster; the rest is as in
+    `LocalProcessExecutor`. In a handle, `pid` is the id of the job array. Replicas outlive this object and
+    this process unless `close`, or the end of a `with`, cancels them. Raises ValueError for bad limits and
+    env, OSError for an unusable folder; each verb SlurmError when Slurm refuses or cannot be asked.
+    """
 
-    def table(self, handles: Sequence[ReplicaHandle] | None = None) -> list[dict[str, Any]]:
-        "One row per life, as of the other executors, with what Slurm says and how often it put it back."
-        lives = [self._register.find(h) for h in (self._register.lives if handles is None else handles)]
-        self._supervisor.observe(lives)
-        return [_row(life, self._environment) for life in lives]
-
-
-def _row(life: Life, environment: Environment) -> dict[str, Any]:
-    row, seen = row_of(life, environment), life.process.seen
-    last = row.pop("last_line")
-    says = " ".join(part for part in (seen.state, f"({seen.reason})" if seen.reason else "") if part)
-    return row | {"slurm": says, "node": seen.node, "put_back": seen.restarts, "last_line": last}
+    def __init__(
+        self, workdir: str | os.PathLike, *, env: EnvList = None, python: str | os.PathLike = sys.executable,
+        log_dir: str | os.PathLike | None = None, threads: int | None = None,
+        heartbeat_s: float | None = None, quiet_s: float | None = None, grace_s: float = 5.0,
+        options: SlurmOptions | None = None,
+    ) -> None:
+        super().__init__(Environment(env, threads), limits := Limits(heartbeat_s, quiet_s, grace_s))
+        self.workdir, self.options = Path(workdir).resolve(), options or SlurmOptions()
+        self.log_dir = Path(log_dir).resolve() if log_dir is not None else self.workdir / "logs"
+        place = SlurmPlace(self.workdir, self.log_dir, os.fspath(python), self._environment, grace_s)
+        slurm, register = Slurm(self.options.command_s), self._register
+        reader = QueueReader(slurm, self.options.poll_s)
+        self._supervisor = SlurmSupervisor(register, limits, reader, self._environment)
+        self._adopter = Adopter(SlurmShelf(place, self.options), register, self._supervisor)
+        submitter, limit_s = Submitter(place, slurm, self.options), self.options.time_limit_s
+        self._launcher = SlurmLauncher(self._adopter, submitter, register, self._supervisor, limit_s)

@@ -17,8 +17,8 @@ from pathlib import Path
 from .job import check_seconds
 
 # %% auto #0
-__all__ = ['SCRIPT', 'FINAL', 'SlurmError', 'check_gpus', 'SlurmOptions', 'time_words', 'batch_script', 'env_file', 'read_exit',
-           'command_env', 'ask', 'explain', 'QueueState', 'read_queue', 'Slurm']
+__all__ = ['SCRIPT', 'FINAL', 'SlurmError', 'check_gpus', 'SlurmOptions', 'wish_words', 'time_words', 'batch_script', 'env_file',
+           'read_exit', 'command_env', 'ask', 'explain', 'QueueState', 'read_queue', 'Slurm']
 
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000007
 class SlurmError(RuntimeError):
@@ -29,6 +29,11 @@ def _check_whole(name: str, value: int | None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (whole and value >= 1):
         raise ValueError(f"{name}={value!r}: pass a whole number of at least 1, or None")
+
+
+def _check_name(name: str, value: str | None) -> None:
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[\w.,+@-]+", value)):
+        raise ValueError(f"{name}={value!r}: pass a name that the cluster knows, or None")
 
 
 def check_gpus(gpus: int | str | None) -> None:
@@ -65,34 +70,24 @@ class SlurmOptions:
 
     def __post_init__(self) -> None:
         for name in ("partition", "account", "qos"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and re.fullmatch(r"[\w.,+@-]+", value)):
-                raise ValueError(f"{name}={value!r}: pass a name that the cluster knows, or None")
+            _check_name(name, getattr(self, name))
         for name in ("cpus", "memory_mb"):
             _check_whole(name, getattr(self, name))
         for name in ("time_limit_s", "poll_s", "lag_s", "command_s"):
             check_seconds(name, getattr(self, name))
-        if self.time_limit_s == 0 or self.command_s == 0:
-            raise ValueError("time_limit_s and command_s: pass more than 0 seconds")
-        if self.cpus is None or not isinstance(self.requeue, bool):
-            raise ValueError(
-                f"cpus={self.cpus!r}, requeue={self.requeue!r}: pass a number, and True or False"
-            )
+        for name in ("cpus", "poll_s", "lag_s", "command_s", "requeue"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}=None: pass a value, or leave it out")
         check_gpus(self.gpus)
 
-    def words(self) -> list[str]:
-        "The wishes as words for sbatch."
-        memory = None if self.memory_mb is None else f"{self.memory_mb}M"
-        gpus = None if self.gpus is None else f"gpu:{self.gpus}"
-        named = {
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "mem": memory,
-            "gres": gpus,
-        }
-        words = [f"--{name}={value}" for name, value in named.items() if value is not None]
-        return [*words, f"--cpus-per-task={self.cpus}", "--requeue" if self.requeue else "--no-requeue"]
+# %% ../../nbs/launching/05_slurm_commands.ipynb #sc000008b
+def wish_words(options: SlurmOptions) -> list[str]:
+    "The wishes as words for sbatch."
+    memory = None if options.memory_mb is None else f"{options.memory_mb}M"
+    gpus = None if options.gpus is None else f"gpu:{options.gpus}"
+    names = {"partition": options.partition, "account": options.account, "qos": options.qos}
+    words = [f"--{k}={v}" for k, v in (names | {"mem": memory, "gres": gpus}).items() if v is not None]
+    return [*words, f"--cpus-per-task={options.cpus}", "--requeue" if options.requeue else "--no-requeue"]
 
 
 def time_words(limit_s: float | None, grace_s: float) -> list[str]:
@@ -137,7 +132,7 @@ def batch_script(
         incarnation=incarnation, command=shlex.join(command), tidy=shlex.join(tidy), **folders
     )
 
-
+# %% ../../nbs/launching/05_slurm_commands.ipynb #sc000011b
 def env_file(variables: dict[str, str]) -> str:
     "The environment as lines for a shell."
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items()))
@@ -222,7 +217,7 @@ def explain(error: SlurmError, options: SlurmOptions, n_replicas: int, limit_s: 
         if re.search(pattern, str(error), re.IGNORECASE):
             value = f" ({name}={values[name]!r})" if name else ""
             return SlurmError(f"{error}{value}: {remedy}")
-    return SlurmError(f"{error}; asked for: {' '.join(options.words())}")
+    return SlurmError(f"{error}; asked for: {' '.join(wish_words(options))}")
 
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000020
 FINAL = frozenset(
@@ -248,7 +243,7 @@ class QueueState:
     def final(self) -> bool:
         return self.state in FINAL
 
-
+# %% ../../nbs/launching/05_slurm_commands.ipynb #sc000020b
 def _seconds(text: str) -> int:
     "Slurm's [days-][[hours:]minutes:]seconds."
     days, _, clock = text.rpartition("-")
@@ -284,25 +279,20 @@ class Slurm:
 
     def states(self, jobs: Iterable[int]) -> dict[tuple[int, int], QueueState]:
         "All that Slurm still knows of these job arrays; empty for what it has forgotten."
-        wanted = ",".join(map(str, sorted(set(jobs))))
+        wanted = ["-j", ",".join(map(str, sorted(set(jobs))))]
         try:
-            return read_queue(ask(["squeue", "-hrt", "all", "-j", wanted, "-O", _FORMAT], self.limit_s))
+            return read_queue(ask(["squeue", "-hrt", "all", *wanted, "-O", _FORMAT], self.limit_s))
         except SlurmError as error:
             if "Invalid job id" in str(error):
                 return {}
             raise
 
-    def named(self, name: str) -> dict[tuple[int, int], QueueState]:
-        "The jobs of a name that Slurm still knows."
-        return read_queue(ask(["squeue", "-hrt", "all", "-n", name, "-O", _FORMAT], self.limit_s))
-
     def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
-        """A signal to the scripts of jobs such as "12_0", or to everything in them. What has ended is passed
-        over."""
+        'A signal to scripts of jobs such as "12_0", or to everything in them; passes over what has ended.'
         self._scancel(f"--signal={name}", "--full" if everything else "--batch", *tasks)
 
     def cancel(self, tasks: Sequence[str]) -> None:
-        "Ends jobs, waiting ones too. What has ended is passed over."
+        "Ends jobs, waiting ones too; passes over what has ended."
         self._scancel(*tasks)
 
     def _scancel(self, *words: str) -> None:

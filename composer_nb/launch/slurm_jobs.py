@@ -20,7 +20,8 @@ from .local import Environment, Life, Limits, Register, Supervisor, how_it_ended
 from .slurm_commands import QueueState, Slurm, SlurmError, SlurmOptions, read_exit
 
 # %% auto #0
-__all__ = ['SlurmJob', 'how_a_job_ended', 'SlurmWatcher', 'SlurmSupervisor', 'read_verdict']
+__all__ = ['SlurmJob', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'end_jobs', 'read_verdict', 'settle',
+           'SlurmWatcher', 'SlurmSupervisor']
 
 # %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000107
 @dataclass
@@ -34,6 +35,7 @@ class SlurmJob:
     returncode: int | None = None
     seen: QueueState = field(default_factory=lambda: QueueState("PENDING"))
     since: float | None = None
+    waited: bool = True
 
     @property
     def name(self) -> str:
@@ -48,22 +50,6 @@ class SlurmJob:
             return len((self.files / "began").read_text().splitlines()) > self.seen.restarts
         return False
 
-    def look(self, states: Mapping[tuple[int, int], QueueState] | None) -> bool:
-        "Takes note of the folder, and of the queue unless it was not asked; whether the life is over."
-        code, asked, requeue = read_exit(self.files / "exit"), states is not None, self.options.requeue
-        if asked:
-            self.seen = states.get((self.job, self.rank), QueueState("GONE", self.seen.node))
-        if not self.gone and (code is None or requeue):
-            self.since = None
-            return False
-        self.since = self.since or time.monotonic()
-        late = time.monotonic() - self.since >= self.options.lag_s
-        over = asked and self.gone if code is None or requeue else code == 0 or self.gone or late
-        if over and (late or code is not None):
-            self.returncode = self.exit_code()
-            return True
-        return False
-
     @property
     def gone(self) -> bool:
         return self.seen.final or self.seen.state == "GONE"
@@ -74,6 +60,23 @@ class SlurmJob:
         if code is None and seen.final:
             return 0 if seen.state == "COMPLETED" else seen.exit_code or None
         return code
+
+# %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000107b
+def is_over(job: SlurmJob, states: Mapping[tuple[int, int], QueueState] | None) -> bool:
+    "Whether a life has ended, by its folder and by what the queue says (None: it was not asked)."
+    code, asked, requeue = read_exit(job.files / "exit"), states is not None, job.options.requeue
+    if asked:
+        job.seen = states.get((job.job, job.rank), QueueState("GONE", job.seen.node))
+    if (job.files / "ended.json").exists():  # another launcher has settled it
+        return True
+    if not job.gone and (code is None or requeue):
+        job.since = None
+        return False
+    job.since = job.since or time.monotonic()
+    late = time.monotonic() - job.since >= job.options.lag_s
+    if code is None or requeue:
+        return asked and job.gone and (late or code is not None)
+    return code == 0 or job.gone or late
 
 # %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000109
 def how_a_job_ended(life: Life) -> tuple[Status, str]:
@@ -89,58 +92,27 @@ def how_a_job_ended(life: Life) -> tuple[Status, str]:
     if job.seen.state == "CANCELLED":
         return "cancelled", f"was cancelled in Slurm{place}"
     if job.returncode is None and job.seen.state == "GONE":
-        return (
-            "failed",
-            "left no exit code, and Slurm knows its job no more; see `sacct` where the cluster has it",
-        )
+        return "failed", "left no exit code, and Slurm knows its job no more; `sacct` may, where there is one"
     if job.returncode is None or read_exit(life.files / "exit") is None:
         return "failed", says
     return how_it_ended(life)
 
-# %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000112
-class SlurmWatcher(Supervisor):
-    "Settles how jobs ended."
+# %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000111b
+class QueueReader:
+    "What the queue says of jobs; remembers when it was asked, and whether it answered."
 
-    def __init__(
-        self,
-        register: Register,
-        limits: Limits,
-        slurm: Slurm,
-        options: SlurmOptions,
-        environment: Environment,
-    ) -> None:
-        super().__init__(register, limits)
-        self._slurm, self._options, self._environment, self._answered = slurm, options, environment, True
-        self._asked = self._looked = -math.inf
+    def __init__(self, slurm: Slurm, poll_s: float) -> None:
+        self.slurm, self.poll_s = slurm, poll_s
+        self._asked, self._answered = -math.inf, True
 
-    def observe(self, lives: Iterable[Life]) -> None:
-        with self._register.lock:
-            if time.monotonic() - self._looked < self._options.poll_s / 20:  # a shared folder is asked gently
-                return
-            running = [life for life in lives if life.status == "running"]
-            self.look(running)
-            self._looked = time.monotonic()
-            alive = [life for life in running if life.status == "running" and life.process.began]
-            late = [(life, *verdict) for life in alive if (verdict := overdue(life, self.limits))]
-            if late:
-                self.stop(late)
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self._asked >= self.poll_s
 
-    def look(self, lives: Sequence[Life], *, now: bool = False) -> None:
-        "Takes note of the folder, and of the queue when it is time or `now`; settles what has ended."
-        due = now or time.monotonic() - self._asked >= self._options.poll_s
-        states = self._ask() if lives and due else None
-        for life in lives:
-            waited = not life.process.began
-            if life.process.look(states):
-                self._settle(life)
-            elif waited:
-                life.seen.clear()
-                life.started = time.monotonic() - life.process.seen.seconds
-
-    def _ask(self) -> dict[tuple[int, int], QueueState] | None:
-        jobs = {life.process.job for life in self._register.lives.values() if life.status == "running"}
+    def read(self, jobs: Iterable[SlurmJob]) -> dict[tuple[int, int], QueueState] | None:
+        "None where it does not answer, with a warning the first time."
         try:
-            states, answered = self._slurm.states(jobs), True
+            states, answered = self.slurm.states(job.job for job in jobs), True
         except SlurmError as error:
             states, answered = None, False
             if self._answered:
@@ -148,7 +120,94 @@ class SlurmWatcher(Supervisor):
         self._asked, self._answered = time.monotonic(), answered
         return states
 
+# %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000112b
+def wait_for_jobs(
+    jobs: Sequence[SlurmJob], seconds: float, reader: QueueReader | None = None
+) -> None:
+    "Until all have ended, by the queue's word or, without a reader, by the folder's; or for so many seconds."
+    end, pause_s = time.monotonic() + seconds, min(1.0, reader.poll_s / 5) if reader else 0.05
+    while time.monotonic() < end:
+        states = reader.read(jobs) if reader else None
+        for job in jobs:
+            is_over(job, states)
+        if all(job.gone if reader else job.exit_code() is not None for job in jobs):
+            return
+        time.sleep(pause_s)
+
+
+def end_jobs(jobs: Sequence[SlurmJob], reader: QueueReader, grace_s: float, *, show_stacks: bool) -> None:
+    "Ends jobs with all that they started; those that wait leave the queue. Raises SlurmError."
+    running = [job for job in jobs if job.began]
+    if show_stacks and running:
+        reader.slurm.signal([job.name for job in running], "USR1")
+        time.sleep(0.2)
+    for name in ("TERM", "USR2"):  # to the script, which hands on SIGTERM, and then SIGKILL
+        if left := [job for job in running if job.exit_code() is None]:
+            reader.slurm.signal([job.name for job in left], name)
+            wait_for_jobs(left, grace_s)
+    wait_for_jobs(running, grace_s + 2)  # what they started has the same grace
+    if running:
+        reader.slurm.signal([job.name for job in running], "KILL", everything=True)
+    reader.slurm.cancel([job.name for job in jobs])
+    wait_for_jobs(jobs, reader.slurm.limit_s, reader)
+
+# %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000113b
+def read_verdict(files: Path) -> tuple[Status, str] | None:
+    "Status and note that a launcher wrote into a life's folder, if one did."
+    with suppress(FileNotFoundError):
+        found = json.loads((files / "ended.json").read_text(encoding="utf-8"))
+        return found["status"], found["note"]
+    return None
+
+
+def settle(life: Life, verdict: tuple[Status, str] | None, environment: Environment) -> None:
+    "Settles how a life ended, for other launchers too, and takes its environment off the disk."
+    job: SlurmJob = life.process
+    life.ended, job.returncode = time.monotonic(), job.exit_code()
+    life.status, life.note = read_verdict(life.files) or verdict or how_a_job_ended(life)
+    with suppress(FileNotFoundError):  # the folder is gone
+        (life.files / "env.sh").unlink(missing_ok=True)
+        words = {"status": life.status, "note": environment.mask(life.note)}
+        write_json(life.files / "ended.json", words)
+
 # %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000114
+class SlurmWatcher(Supervisor):
+    "Settles how jobs ended."
+
+    def __init__(
+        self, register: Register, limits: Limits, reader: QueueReader, environment: Environment
+    ) -> None:
+        super().__init__(register, limits)
+        self._reader, self._environment, self._looked = reader, environment, -math.inf
+
+    def observe(self, lives: Iterable[Life]) -> None:
+        with self._register.lock:
+            if time.monotonic() - self._looked < self._reader.poll_s / 20:  # a shared folder is asked gently
+                return
+            running = [life for life in lives if life.status == "running"]
+            self.look(running)
+            self._looked = time.monotonic()
+            alive = [life for life in running if life.status == "running" and life.process.began]
+            if late := [(life, *verdict) for life in alive if (verdict := overdue(life, self.limits))]:
+                self.stop(late)
+
+    def look(self, lives: Sequence[Life], *, now: bool = False) -> None:
+        "Takes note of the folder, and of the queue when it is time or `now`; settles what has ended."
+        everyone = [life.process for life in self._register.lives.values() if life.status == "running"]
+        states = self._reader.read(everyone) if lives and (now or self._reader.due) else None
+        for life in lives:
+            job: SlurmJob = life.process
+            if is_over(job, states):
+                self._settle(life)
+            elif job.waited or not job.began:
+                life.seen.clear()
+                life.started, job.waited = time.monotonic() - job.seen.seconds, not job.began
+
+    def _settle(self, life: Life, verdict: tuple[Status, str] | None = None) -> None:
+        settle(life, verdict, self._environment)
+        self._register.note(life, life.status)
+
+# %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000115
 class SlurmSupervisor(SlurmWatcher):
     "Settles how jobs ended, and ends those that have passed a limit or are cancelled."
 
@@ -158,52 +217,8 @@ class SlurmSupervisor(SlurmWatcher):
             late = [verdict for verdict in verdicts if verdict[0].status == "running"]
             self.look([life for life, *_ in late], now=True)
             late = [verdict for verdict in late if verdict[0].status == "running"]
-            if late:
-                self._end([life for life, *_ in late], any(status != "cancelled" for _, status, _ in late))
+            hung, jobs = any(status != "cancelled" for _, status, _ in late), [v[0].process for v in late]
+            if jobs:
+                end_jobs(jobs, self._reader, self.limits.grace_s, show_stacks=hung)
             for life, status, note in late:
                 self._settle(life, (status, note))
-
-    def _end(self, lives: Sequence[Life], show_stacks: bool) -> None:
-        if running := [life.process.name for life in lives if life.process.began]:
-            if show_stacks:
-                self._slurm.signal(running, "USR1")
-                time.sleep(0.2)
-            jobs = [life.process for life in lives if life.process.began]
-            for name in ("TERM", "USR2"):
-                if left := [job.name for job in jobs if job.exit_code() is None]:
-                    self._slurm.signal(left, name)
-                    self._wait(jobs, self.limits.grace_s, ask=False)
-            self._wait(jobs, self.limits.grace_s + 2, ask=False)  # what it started has the same grace
-            self._slurm.signal(running, "KILL", everything=True)
-        self._slurm.cancel([life.process.name for life in lives])
-        self._wait([life.process for life in lives], self._options.command_s, ask=True)
-
-    def _wait(self, jobs: Sequence[SlurmJob], seconds: float, *, ask: bool) -> None:
-        "Until all have ended, by the folder's word or (`ask`) by the queue's; or for so many seconds."
-        end, pause_s = time.monotonic() + seconds, min(1.0, self._options.poll_s / 5) if ask else 0.05
-        while time.monotonic() < end:
-            states = self._ask() if ask else None
-            for job in jobs:
-                job.look(states)
-            if all(job.gone if ask else job.exit_code() is not None for job in jobs):
-                return
-            time.sleep(pause_s)
-
-    def _settle(self, life: Life, verdict: tuple[Status, str] | None = None) -> None:
-        "Settles how a life ended, for other launchers too, and takes its environment off the disk."
-        job: SlurmJob = life.process
-        life.ended, job.returncode = time.monotonic(), job.exit_code()
-        life.status, life.note = read_verdict(life.files) or verdict or how_a_job_ended(life)
-        with suppress(FileNotFoundError):  # the folder is gone
-            (life.files / "env.sh").unlink(missing_ok=True)
-            note = self._environment.mask(life.note)
-            write_json(life.files / "ended.json", {"status": life.status, "note": note})
-        self._register.note(life, life.status)
-
-
-def read_verdict(files: Path) -> tuple[Status, str] | None:
-    "Status and note that a launcher wrote into a life's folder, if one did."
-    with suppress(FileNotFoundError):
-        found = json.loads((files / "ended.json").read_text(encoding="utf-8"))
-        return found["status"], found["note"]
-    return None
