@@ -41,10 +41,10 @@ from composer_nb.launch.slurm_commands import (
     time_words,
     wish_words,
 )
-from .slurm_jobs import QueueReader, SlurmJob, SlurmSupervisor, read_verdict
+from .slurm_jobs import QueueReader, SlurmJob, SlurmSupervisor, read_verdict, seconds_of
 
 # %% auto #0
-__all__ = ['SlurmPlace', 'Submission', 'Submitter', 'age_of', 'SlurmShelf', 'Adopter', 'SlurmLauncher', 'AttachingExecutor',
+__all__ = ['SlurmPlace', 'Submission', 'Submitter', 'SlurmShelf', 'Adopter', 'SlurmLauncher', 'AttachingExecutor',
            'LaunchingExecutor', 'SlurmExecutor']
 
 # %% ../../nbs/launching/05_slurm.ipynb #sl000016
@@ -158,13 +158,6 @@ class Submitter:
             raise explain(error, wishes, len(lives.ranks), limit_s) from None
 
 # %% ../../nbs/launching/05_slurm.ipynb #sl000018
-def age_of(files: Path) -> float:
-    "For how many seconds a life ran that has an exit code, by the clock of its files; 0.0 otherwise."
-    with suppress(FileNotFoundError):
-        return max(0.0, (files / "exit").stat().st_mtime - (files / "began").stat().st_mtime)
-    return 0.0
-
-
 class SlurmShelf:
     "The lives that stand in a work folder, whoever submitted them."
 
@@ -185,7 +178,7 @@ class SlurmShelf:
         life = Life(handle, Task(program, spec["args"], **limits), files, job, now)
         if verdict := read_verdict(files):
             life.status, life.note = verdict
-            life.started, life.ended, job.returncode = now - age_of(files), now, job.exit_code()
+            life.started, life.ended, job.returncode = now - (seconds_of(files) or 0.0), now, job.exit_code()
         return life
 
     def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:

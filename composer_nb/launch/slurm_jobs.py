@@ -20,8 +20,8 @@ from .local import Environment, Life, Limits, Register, Supervisor, how_it_ended
 from .slurm_commands import QueueState, Slurm, SlurmError, SlurmOptions, read_exit
 
 # %% auto #0
-__all__ = ['SlurmJob', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'end_jobs', 'read_verdict', 'settle',
-           'SlurmWatcher', 'SlurmSupervisor']
+__all__ = ['SlurmJob', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'end_jobs', 'read_verdict', 'seconds_of',
+           'settle', 'SlurmWatcher', 'SlurmSupervisor']
 
 # %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000107
 @dataclass
@@ -160,11 +160,20 @@ def read_verdict(files: Path) -> tuple[Status, str] | None:
     return None
 
 
+def seconds_of(files: Path) -> float | None:
+    "How long a life ran that has an exit code, by the clock of its files; None otherwise."
+    with suppress(FileNotFoundError):
+        return max(0.0, (files / "exit").stat().st_mtime - (files / "began").stat().st_mtime)
+    return None
+
+
 def settle(life: Life, verdict: tuple[Status, str] | None, environment: Environment) -> None:
     "Settles how a life ended, for other launchers too, and takes its environment off the disk."
     job: SlurmJob = life.process
     life.ended, job.returncode = time.monotonic(), job.exit_code()
     life.status, life.note = read_verdict(life.files) or verdict or how_a_job_ended(life)
+    if (ran := seconds_of(life.files)) is not None:  # better than when it was first and last seen
+        life.started = life.ended - ran
     with suppress(FileNotFoundError):  # the folder is gone
         (life.files / "env.sh").unlink(missing_ok=True)
         words = {"status": life.status, "note": environment.mask(life.note)}
