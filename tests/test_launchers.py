@@ -4,6 +4,7 @@ The cluster is a real one, of two node daemons on this machine (`drills.slurm_cl
 started, its cases are skipped, and the reason names the remedy.
 """
 
+import inspect
 import json
 import os
 import signal
@@ -494,6 +495,16 @@ def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
     assert "apt-get install slurm-wlm munge" in SlurmCluster.reason()
     with pytest.raises(OSError, match="apt-get install slurm-wlm munge"), SlurmCluster():
         pass
+
+
+def test_the_verbs_are_the_same():
+    "A program changes the name of the class and nothing else."
+    for name, method in inspect.getmembers(LocalProcessExecutor, inspect.isfunction):
+        if not name.startswith("_"):
+            theirs = inspect.signature(getattr(SlurmExecutor, name)).parameters
+            assert list(theirs) == list(inspect.signature(method).parameters), name
+    options = list(inspect.signature(SlurmExecutor).parameters)
+    assert options == [*inspect.signature(LocalProcessExecutor).parameters, "options"]
 
 
 def test_a_handle_is_json():
