@@ -2,7 +2,7 @@
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update -q \
-    && apt-get install -q -y --no-install-recommends git make chromium chromium-driver \
+    && apt-get install -q -y --no-install-recommends git make chromium chromium-driver slurm-wlm munge \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /book

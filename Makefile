@@ -20,7 +20,7 @@ QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p prompts=2 -p accumulati
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
-STAGES := install browser lint+sync+clean-check smoke+book lone+pytest
+STAGES := install browser lint+sync+clean-check+slurm smoke+book lone+pytest
 WORKERS ?= 3
 
 VENV_STAMP := $(VENV)/.stamp-venv
@@ -61,6 +61,18 @@ browser: ## see that headless Chromium is there; as root on Debian, install it
 	else \
 		echo "error: the book is tested in headless Chromium, which is not here." >&2; \
 		echo "       On Debian: sudo apt-get install chromium chromium-driver" >&2; exit 1; \
+	fi
+
+.PHONY: slurm
+slurm: ## see that Slurm and munge are there; as root on Debian, install them and leave no service running
+	@if command -v sbatch >/dev/null && command -v slurmctld >/dev/null && command -v munged >/dev/null; then \
+		slurmctld -V; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
+		apt-get update -q && apt-get install -q -y --no-install-recommends slurm-wlm munge; \
+		if [ -d /run/systemd/system ]; then systemctl disable -q --now munge slurmd slurmctld; fi; \
+	else \
+		echo "Slurm is not here, so what needs a cluster is skipped. On Debian: sudo apt-get install slurm-wlm munge"; \
 	fi
 
 .PHONY: sync

@@ -1,4 +1,4 @@
-"""Starting replicas: what every launcher promises, what runs inside a replica, and a launcher for this machine."""
+"""Starting replicas: what every launcher promises, what runs inside a replica, and launchers for this machine and for a Slurm cluster."""
 
 from importlib import import_module
 from typing import Any
@@ -10,6 +10,9 @@ _PLACES = {
     "ReplicaHandle": "job",
     "ReplicaResult": "job",
     "ServerlessExecutor": "job",
+    "SlurmError": "slurm_commands",
+    "SlurmExecutor": "slurm",
+    "SlurmOptions": "slurm_commands",
     "Status": "job",
     "beat": "entrypoint",
     "replica_rank": "entrypoint",

@@ -40,7 +40,19 @@ class ReplicaHandle:
     log: Path
     command: tuple[str, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        "Plain values for JSON."
+        return asdict(self) | {"log": str(self.log), "command": list(self.command)}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ReplicaHandle:
+        "From what `to_dict` gave. Raises ValueError for anything else."
+        if set(values) != set(cls.__dataclass_fields__):
+            names = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"no handle: {sorted(values)}; pass what to_dict gave, with {names}")
+        return cls(**{**values, "log": Path(values["log"]), "command": tuple(values["command"])})
+
+# %% ../../nbs/launching/01_job.ipynb #7330d941
 @dataclass(frozen=True)
 class ReplicaResult:
     """How a replica ended.

@@ -212,12 +212,12 @@ class Workplace:
         "A process that has just begun."
         files = self.files(launch, rank, incarnation)
         job = JobSpec(task.program, task.args, rank, world_size, incarnation, files)
-        command, mark = self.command(job), f"{job.files.name}.{launch}"
-        log = self.log_dir / f"{launch}-{job.files.name}.log"
+        log, mark = self.log_dir / f"{launch}-{job.files.name}.log", f"{job.files.name}.{launch}"
         own = {"REPLICA_EXECUTOR": str(os.getpid()), "REPLICA_GRACE": str(self.grace_s), "REPLICA_MARK": mark}
+        env, command = self.environment(rank, task.gpu, own), self.command(job)
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600), "wb") as output:
             process = subprocess.Popen(
-                command, cwd=self.workdir, env=self.environment(rank, task.gpu, own), start_new_session=True,
+                command, cwd=self.workdir, env=env, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )
         handle = ReplicaHandle(rank, world_size, incarnation, launch, process.pid, log, tuple(command))

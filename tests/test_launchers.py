@@ -1,0 +1,514 @@
+"""One suite for all executors: what a launcher promises holds for processes of this machine and for Slurm.
+
+The cluster is a real one, of two node daemons on this machine (`drills.slurm_cluster`). Where it cannot be
+started, its cases are skipped, and the reason names the remedy.
+"""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_nb.drills.slurm_cluster import SlurmCluster
+from composer_nb.launch.entrypoint import marked
+from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
+from composer_nb.launch.local import LocalProcessExecutor
+from composer_nb.launch.slurm import SlurmExecutor
+from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions
+
+QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
+SECRET = "sesame-open-1234"
+PROGRAM = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from composer_nb.launch.entrypoint import beat, replica_rank, report
+
+def add(a, b=1): return [a + b, *replica_rank(), os.environ["REPLICA_INCARNATION"]]
+def fail(word): print("before"); raise ValueError(word)
+def leave(code): sys.exit(code)
+def snooze(s=60): print("awake", flush=True); time.sleep(s)
+def stubborn(): signal.signal(signal.SIGTERM, signal.SIG_IGN); snooze()
+def tidy(): signal.signal(signal.SIGTERM, lambda *_: (print("tidied", flush=True), sys.exit(5))); snooze()
+def parent(): subprocess.Popen(["sleep", "60"]); subprocess.Popen(["setsid", "sleep", "60"]); snooze()
+def silent(): beat(); print("beat", flush=True); time.sleep(60)
+def walk(steps, rank_s=0.05):
+    "The same numbers whatever happens to others: a sum over steps, kept on disk, so that a restart goes on."
+    rank, world_size = replica_rank()
+    kept = Path(f"walk-{rank}.json")
+    step, total = json.loads(kept.read_text()) if kept.exists() else (0, 0.0)
+    first = step
+    while step < steps:
+        beat(); time.sleep(rank_s); step += 1; total += 1 / (step + rank)
+        Path(f".walk-{rank}").write_text(json.dumps([step, total])); os.replace(f".walk-{rank}", kept)
+        print("step", step)
+    return {"rank": rank, "first": first, "total": total}
+def show(*names): return {name: os.environ.get(name) for name in names}
+def say(name): print("the value is", os.environ[name]); raise ValueError(os.environ[name])
+def hold(name, s): assert os.environ[name]; print("held", flush=True); time.sleep(s); return "held"
+
+if __name__ == "__main__":
+    report({"argv": sys.argv[1:], "rank": replica_rank()[0]})
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if reason := SlurmCluster.reason():
+        pytest.skip(f"not run: {reason}")
+    with SlurmCluster(forget_s=300) as made:
+        yield made
+
+
+class Local:
+    name, outlives = "local", False
+    refusal = (ValueError, {"gpu": "H200"}, "gpu='H200'")
+    make = staticmethod(lambda folder, **options: LocalProcessExecutor(folder, **{"grace_s": 1} | options))
+
+
+class OnSlurm:
+    name, outlives = "slurm", True
+    refusal = (SlurmError, {"timeout": 7200}, "time_limit_s=7261")
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    @staticmethod
+    def make(folder, **options):
+        return SlurmExecutor(folder, **{"grace_s": 1, "options": QUICK} | options)
+
+
+@pytest.fixture(params=["local", "slurm"])
+def site(request):
+    return Local() if request.param == "local" else OnSlurm(request.getfixturevalue("cluster"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "prog.py").write_text(PROGRAM)
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def executor(site, folder):
+    with site.make(folder) as made:
+        yield made
+    assert marked(*(mark_of(handle) for handle in made._register.lives)) == []
+
+
+def mark_of(handle):
+    return f"rank{handle.rank}-run{handle.incarnation}.{handle.launch}"
+
+
+def program_of(handle):
+    "The process that runs the program of a life."
+    return min(
+        pid for pid in marked(mark_of(handle)) if b"job.json" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def until(condition, seconds=40):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def test_replicas_finish_with_results(executor):
+    assert isinstance(executor, ServerlessExecutor)
+    handles = executor.launch_replicas(3, "prog:add", [3])
+    results = executor.collect(handles, timeout=60)
+    assert [r.value for r in results] == [[4, rank, 3, "0"] for rank in range(3)], results
+    assert {(r.status, r.exit_code, r.error, r.incarnation) for r in results} == {("succeeded", 0, None, 0)}
+    (script,) = executor.collect(executor.launch_replicas(1, "prog.py", [3, "a b"]), timeout=60)
+    assert script.value == {"argv": ["3", "a b"], "rank": 0}
+    assert [handle.rank for handle in handles] == [0, 1, 2] and len(
+        {handle.launch for handle in handles}
+    ) == 1
+
+
+def test_failures_surface_with_the_log(executor):
+    handles = [executor.launch_replicas(1, f"prog:{name}", [arg])[0]
+               for name, arg in (("fail", "boom"), ("leave", 7), ("absent", 1))]  # fmt: skip
+    boom, seven, absent = executor.collect(handles, timeout=60)
+    assert (boom.status, boom.exit_code, boom.value) == ("failed", 1, None)
+    head, lines = boom.error.split("\nlast lines of its log:\n")
+    assert head == "rank 0, incarnation 0: ValueError: boom" and lines.splitlines()[0] == "before"
+    assert (seven.status, seven.exit_code) == ("failed", 7) and "exit code 7" in seven.error
+    assert "no attribute 'absent'" in absent.error
+
+
+def test_one_killed_and_started_again_while_the_others_walk_on(executor, folder):
+    handles = executor.launch_replicas(3, "prog:walk", [60])
+    until(lambda: all("step 4" in executor.tail(handle) for handle in handles))
+    os.kill(program_of(handles[1]), signal.SIGKILL)
+    (lost,) = executor.collect([handles[1]], timeout=60)
+    assert (lost.status, lost.exit_code) == ("failed", -signal.SIGKILL) and "SIGKILL" in lost.error
+    again = executor.restart(handles[1])
+    assert (again.rank, again.incarnation, again.launch) == (
+        1,
+        1,
+        handles[1].launch,
+    ) and again.log != handles[1].log
+    first, second, third = executor.collect([handles[0], again, handles[2]], timeout=60)
+    assert [r.status for r in (first, second, third)] == ["succeeded"] * 3
+    assert second.incarnation == 1 and second.value["first"] >= 4
+    for result in (first, second, third):
+        total = 0.0
+        for step in range(1, 61):
+            total += 1 / (step + result.rank)
+        assert result.value["total"] == total  # to the bit, whoever died
+    assert first.value["first"] == third.value["first"] == 0
+    assert all(row["seconds"] >= 3 for row in executor.table([handles[0], handles[2]]))  # 60 steps of 50 ms
+    rows = [(row["rank"], row["incarnation"], row["status"]) for row in executor.table()]
+    assert rows == [(0, 0, "succeeded"), (1, 0, "failed"), (2, 0, "succeeded"), (1, 1, "succeeded")]
+
+
+def test_a_running_one_is_cancelled_by_its_restart(executor):
+    (handle,) = executor.launch_replicas(1, "prog:snooze")
+    until(lambda: executor.tail(handle) == "awake")
+    second = executor.restart(handle)
+    assert executor.poll(handle) == "cancelled" and executor.poll(second) == "running"
+    assert marked(mark_of(handle)) == [] and executor.restart(handle).incarnation == 2
+
+
+def test_cancel_ends_all_that_was_started(executor):
+    family, tidy, stubborn, calm = (
+        executor.launch_replicas(1, f"prog:{name}")[0] for name in ("parent", "tidy", "stubborn", "snooze")
+    )
+    until(lambda: all(executor.tail(h) == "awake" for h in (family, tidy, stubborn, calm)))
+    assert len(marked(mark_of(family))) >= 3
+    executor.cancel([family, tidy, stubborn])
+    assert marked(*map(mark_of, (family, tidy, stubborn))) == []
+    results = executor.collect([family, tidy, stubborn], timeout=5)
+    assert [r.status for r in results] == ["cancelled"] * 3
+    assert [r.exit_code for r in results] == [-signal.SIGTERM, 5, -signal.SIGKILL]
+    assert executor.tail(tidy, 1).endswith("tidied") or "tidied" in executor.tail(tidy)
+    assert executor.poll(calm) == "running"
+    executor.cancel([family])
+    assert executor.collect([family], timeout=5)[0].status == "cancelled"
+
+
+def test_limits_of_time_and_heartbeat(site, folder):
+    with site.make(folder, heartbeat_s=3) as made:
+        (hung,) = made.launch_replicas(1, "prog:silent")
+        (late,) = made.launch_replicas(1, "prog:walk", [1000], timeout=2)
+        results = made.collect([hung, late], timeout=60)
+    assert [r.status for r in results] == ["hung", "timed_out"]
+    assert "no heartbeat" in results[0].error and "in silent" in results[0].error
+    assert "timeout of 2 s" in results[1].error and results[1].exit_code == -signal.SIGTERM
+
+
+def test_collect_may_stop_waiting(executor):
+    (handle,) = executor.launch_replicas(1, "prog:snooze")
+    (result,) = executor.collect([handle], timeout=0.2)
+    assert (result.status, result.exit_code, result.error, result.value) == ("running", None, None, None)
+
+
+OWNER = """
+    import json, sys, time
+    from test_launchers import Local, OnSlurm
+    make = {"local": Local, "slurm": OnSlurm}[sys.argv[1]].make
+    made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
+    (quick,) = made.launch_replicas(1, "prog:add", [1])
+    handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 5])]
+    made.collect([quick])
+    while not all("held" in made.tail(h) for h in handles[1:]): time.sleep(0.05)
+    print(json.dumps([handle.to_dict() for handle in handles]), flush=True)
+    time.sleep(60)
+"""
+
+
+def start_owner(site, folder):
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    words = [sys.executable, "-c", textwrap.dedent(OWNER), site.name, str(folder)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+
+
+def test_the_launcher_dies(site, folder):
+    "Replicas go on where a launcher can be replaced, and the next one has their results; others end."
+    owner = start_owner(site, folder)
+    told = json.loads(owner.stdout.readline())
+    handles = [ReplicaHandle.from_dict(values) for values in told]
+    owner.kill()
+    owner.wait()
+    if not site.outlives:
+        until(lambda: marked(*map(mark_of, handles)) == [])
+        return
+    assert len(marked(*map(mark_of, handles[1:]))) >= 2
+    with site.make(folder, env={"A_SECRET": SECRET}) as other:
+        with pytest.raises(ValueError, match="not started by this executor"):
+            other.poll(handles[0])
+        assert (
+            [other.attach(values) for values in told]
+            == handles
+            == other.find_handles(handles[0].launch)
+            + sorted(other.find_handles(handles[1].launch), key=lambda h: h.rank)
+        )
+        assert [other.poll(handle) for handle in handles[1:]] == ["running", "running"]
+        results = other.collect(handles, timeout=60)
+        assert [(r.status, r.value) for r in results] == [("succeeded", [2, 0, 1, "0"])] + [
+            ("succeeded", "held")
+        ] * 2
+        again = other.restart(handles[2])
+        assert (again.rank, again.incarnation) == (1, 1)
+        assert other.collect([again], timeout=60)[0].value == "held"
+    third = site.make(folder)
+    assert [third.collect([third.attach(h)])[0].status for h in (handles[2], again)] == ["succeeded"] * 2
+
+
+def test_a_refusal_names_the_value_and_leaves_nothing(site, folder, executor):
+    kind, wish, words = site.refusal
+    before = sorted(folder.rglob("*"))
+    for wrong, error, said in (
+        (wish, kind, words),
+        ({"timeout": -1}, ValueError, "timeout=-1"),
+        ({"entrypoint_args": [object()]}, TypeError, "JSON"),
+    ):
+        with pytest.raises(error, match=said):
+            executor.launch_replicas(
+                **{"n_replicas": 2, "entrypoint": "prog:add", "entrypoint_args": [1]} | wrong
+            )
+    with pytest.raises(ValueError, match="n_replicas=0"):
+        executor.launch_replicas(0, "prog:add", [1])
+    with pytest.raises(FileNotFoundError, match="no script"):
+        executor.launch_replicas(1, "absent.py")
+    assert executor.events == []
+    assert sorted(folder.rglob("*")) == before
+
+
+def everything_readable(site, folder, handles):
+    "All that others could read of a run: command lines, the queue, and every file that is not mode 0600."
+    texts = [Path(path).read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o077:
+            texts.append(path.read_bytes())
+    if site.name == "slurm":
+        texts.append(site.cluster.run("scontrol", "show", "job").encode())
+        for handle in handles:
+            texts.append(site.cluster.run("scontrol", "write", "batch_script", str(handle.pid), "-").encode())
+        texts += [text.encode() for text in site.cluster.logs().values()]
+        for path in site.cluster.folder.rglob("*"):
+            if path.is_file():
+                texts.append(path.read_bytes())
+    return texts
+
+
+def test_secrets_nowhere(site, folder):
+    with site.make(folder, env={"STORE_SECRET_KEY": SECRET}) as made:
+        (running,) = made.launch_replicas(1, "prog:hold", ["STORE_SECRET_KEY", 30])
+        (failing,) = made.launch_replicas(1, "prog:say", ["STORE_SECRET_KEY"])
+        until(lambda: "held" in made.tail(running))
+        (result,) = made.collect([failing], timeout=60)
+        assert "ValueError: [STORE_SECRET_KEY]" in result.error
+        shown = [
+            result.error,
+            made.tail(failing),
+            repr(made),
+            repr(running),
+            str(made.table()),
+            str(running.to_dict()),
+        ]
+        assert not any(SECRET in text for text in shown)
+        found = everything_readable(site, folder, [running, failing])
+        assert len(found) > 10 and not any(SECRET.encode() in text for text in found)
+        private = [
+            path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".log", ".sh")
+        ]
+        private = [path for path in private if path.name != "prog.py"]
+        assert len(private) >= 4 and all(path.stat().st_mode & 0o077 == 0 for path in private)
+    kept = [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    own_words = {failing.log, *failing.log.parent.parent.rglob("result.json")}
+    assert set(kept) <= own_words  # what the program printed and raised itself, in files of mode 0600
+
+
+def test_what_a_replica_sees(site, folder, monkeypatch):
+    monkeypatch.setenv("UNASKED", "1")
+    monkeypatch.setenv("ASKED", "thr'ough\n$HOME")
+    names = ["UNASKED", "ASKED", "OMP_NUM_THREADS", "REPLICA_EXECUTOR", "REPLICA_WORLD_SIZE"]
+    with site.make(folder, env=["ASKED"], threads=3) as made:
+        (result,) = made.collect(made.launch_replicas(1, "prog:show", names), timeout=60)
+    assert list(result.value.values()) == [None, "thr'ough\n$HOME", "3", None, "1"]
+
+
+# --- what only a queue can do -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_slurm(cluster):
+    return OnSlurm(cluster)
+
+
+def is_idle(cluster):
+    return cluster.run("sinfo", "-hN", "-pmain", "-o%t").split() == ["idle", "idle"]
+
+
+def test_a_lost_node_is_told_or_healed_by_the_queue(on_slurm, folder):
+    "With requeue the replica goes on elsewhere, under the same handle; without, it has failed with its node."
+    cluster = on_slurm.cluster
+    until(lambda: is_idle(cluster))
+    healed = on_slurm.make(
+        folder, options=SlurmOptions(poll_s=0.4, lag_s=1.5, requeue=True, cpus=2), heartbeat_s=4
+    )
+    told = on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.5, cpus=2))
+    try:
+        (first,) = healed.launch_replicas(1, "prog:walk", [80])
+        until(lambda: "step 4" in healed.tail(first) and healed.table()[0]["node"])
+        node = healed.table()[0]["node"]
+        pinned = told.launch_replicas(4, "prog:snooze")  # one of them at least is beside the first
+        until(lambda: all(row["node"] for row in told.table()))
+        beside = [row["rank"] for row in told.table() if row["node"] == node]
+        assert beside
+        cluster.lose(node)
+        until(lambda: healed.table()[0]["put_back"] == 1)
+        lost = told.collect([pinned[rank] for rank in beside], timeout=30)
+        assert {(r.status, r.value) for r in lost} == {("failed", None)}
+        assert all(f"Slurm says NODE_FAIL (NodeDown) on {node}" in r.error for r in lost), lost[0].error
+        (result,) = healed.collect([first], timeout=60)
+        assert (result.status, result.incarnation) == ("succeeded", 0), result.error
+        assert result.value["first"] >= 4
+        assert healed.table()[0]["node"] != node and healed.table()[0]["put_back"] == 1
+        assert all(told.poll(h) == "running" for h in pinned if h.rank not in beside)
+    finally:
+        healed.close()
+        told.close()
+        for name in cluster.nodes:
+            if name not in cluster.up():
+                cluster.begin(name)
+        until(lambda: is_idle(cluster))
+
+
+def test_a_job_killed_with_its_script_is_told_by_the_queue(on_slurm, folder):
+    with on_slurm.make(folder) as made:
+        killed, ended = (made.launch_replicas(1, "prog:snooze")[0] for _ in range(2))
+        until(lambda: all(made.tail(handle) == "awake" for handle in (killed, ended)))
+        for pid in on_slurm.cluster.processes(f"SLURM_ARRAY_JOB_ID={killed.pid}"):
+            os.kill(pid, signal.SIGKILL)
+        on_slurm.cluster.run("scancel", f"{ended.pid}_0")
+        first, second = made.collect([killed, ended], timeout=30)
+        assert (first.status, first.exit_code) == ("failed", -signal.SIGKILL)
+        assert "Slurm says FAILED" in first.error
+        assert second.status == "cancelled" and "cancelled in Slurm" in second.error
+
+
+def test_a_waiting_replica_is_no_hung_one_and_can_be_cancelled(on_slurm, folder):
+    wide = SlurmOptions(poll_s=0.4, lag_s=1, cpus=8)
+    until(lambda: is_idle(on_slurm.cluster))
+    with on_slurm.make(folder, options=wide, heartbeat_s=3) as made:
+        busy = made.launch_replicas(2, "prog:walk", [1000])
+        until(lambda: all("step 1" in made.tail(handle) for handle in busy))
+        waiting, goes = (made.launch_replicas(1, "prog:walk", [3])[0] for _ in range(2))
+        time.sleep(4)
+        assert [made.poll(h) for h in (waiting, goes)] == ["running", "running"]
+        rows = made.table([waiting])
+        assert rows[0]["slurm"].startswith("PENDING") and rows[0]["seconds"] < 1.5
+        made.cancel([waiting])
+        (result,) = made.collect([waiting], timeout=1)
+        assert (result.status, result.exit_code) == ("cancelled", None)
+        made.cancel(busy[:1])
+        assert made.collect([goes], timeout=30)[0].status == "succeeded"
+
+
+def test_the_queue_may_be_away_and_forget(on_slurm, folder):
+    "While slurmctld is down, the folder tells of those that have ended; what it restarts knows the rest."
+    cluster = on_slurm.cluster
+    with on_slurm.make(folder) as made:
+        quick, slow = made.launch_replicas(1, "prog:walk", [20])[0], made.launch_replicas(1, "prog:snooze")[0]
+        until(lambda: "step 2" in made.tail(quick) and made.tail(slow) == "awake")
+        cluster.end_controller()
+        try:
+            with pytest.warns(UserWarning, match="judged by the work folder alone"):
+                (result,) = made.collect([quick], timeout=60)
+            assert result.status == "succeeded" and made.poll(slow) == "running"
+        finally:
+            cluster.begin_controller()
+            cluster.wait_until_up()
+        made.cancel([slow])
+        assert made.poll(slow) == "cancelled" and marked(mark_of(slow)) == []
+
+
+def test_what_two_launchers_see_is_the_same(on_slurm, folder):
+    with on_slurm.make(folder) as one, on_slurm.make(folder) as other:
+        handles = one.launch_replicas(2, "prog:snooze")
+        until(lambda: one.tail(handles[1]) == "awake")
+        for handle in handles:
+            other.attach(handle)
+        other.cancel(handles[:1])
+        assert one.collect(handles[:1], timeout=20)[0].status == "cancelled"
+        again = one.restart(handles[1])
+        assert other.poll(handles[1]) == "cancelled" and other.find_handles(handles[0].launch) == [
+            *handles,
+            again,
+        ]
+        with pytest.raises(ValueError, match="pass the work folder of its executor"):
+            other.attach(ReplicaHandle(0, 1, 0, "0badcafe", 7, folder / "log", ()))
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"partition": "gpu-large"}, "partition='gpu-large'.*`sinfo`"),
+        ({"cpus": 99}, "cpus=99"),
+        ({"memory_mb": 10**6}, "memory_mb=1000000"),
+        ({"time_limit_s": 7200}, "time_limit_s=7200"),
+        ({"gpus": "h100:2"}, "gpus='h100:2'"),
+        ({"partition": "short", "time_limit_s": 90}, "time_limit_s=90"),
+    ],
+)
+def test_what_the_cluster_refuses(on_slurm, folder, wish, words):
+    made = on_slurm.make(folder, options=SlurmOptions(**wish))
+    with pytest.raises(SlurmError, match=words):
+        made.launch_replicas(2, "prog:add", [1])
+    with pytest.raises(SlurmError, match="n_replicas=40.*MaxArraySize"):
+        on_slurm.make(folder).launch_replicas(40, "prog:add", [1])
+    assert list(folder.rglob("*.json")) == [] and made.events == []
+
+
+def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):
+    for wish in ({"cpus": 0}, {"cpus": None}, {"cpus": True}, {"gpus": 0}, {"gpus": "0,1"}, {"gpus": True},
+                 {"memory_mb": 0.5}, {"time_limit_s": -1}, {"poll_s": None}, {"partition": "a b"},
+                 {"account": "--wrap=x"}, {"qos": 3}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(wish))}=.*pass"):
+            SlurmOptions(**wish)
+    made = SlurmExecutor(tmp_path, options=SlurmOptions(time_limit_s=60))
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    for wrong in ({"gpu": [0, 1]}, {"gpu": 0}, {"timeout": 61}, {"n_replicas": 0}):
+        with pytest.raises(ValueError, match="pass"):
+            made.launch_replicas(**{"n_replicas": 1, "entrypoint": "prog:add"} | wrong)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "logs", tmp_path / "prog.py"]
+
+
+def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(SlurmError, match="no program 'sbatch' here.*slurm-client"):
+        SlurmExecutor(tmp_path).launch_replicas(1, "prog:add", [1])
+    monkeypatch.setattr("composer_nb.drills.slurm_cluster.PLACES", ())
+    assert "apt-get install slurm-wlm munge" in SlurmCluster.reason()
+    with pytest.raises(OSError, match="apt-get install slurm-wlm munge"), SlurmCluster():
+        pass
+
+
+def test_the_verbs_are_the_same():
+    "A program changes the name of the class and nothing else."
+    for name, method in inspect.getmembers(LocalProcessExecutor, inspect.isfunction):
+        if not name.startswith("_"):
+            theirs = inspect.signature(getattr(SlurmExecutor, name)).parameters
+            assert list(theirs) == list(inspect.signature(method).parameters), name
+    options = list(inspect.signature(SlurmExecutor).parameters)
+    assert options == [*inspect.signature(LocalProcessExecutor).parameters, "options"]
+
+
+def test_a_handle_is_json():
+    handle = ReplicaHandle(1, 2, 0, "abc", 7, Path("/logs/x"), ("python", "job.json"))
+    assert ReplicaHandle.from_dict(json.loads(json.dumps(handle.to_dict()))) == handle
+    with pytest.raises(ValueError, match="pass what to_dict gave"):
+        ReplicaHandle.from_dict({"rank": 1})
