@@ -67,6 +67,13 @@ ENVIRONMENTS = {
             ("VERL_USE_EXTERNAL_MODULES", "composer_nb.adapters.verl_plugin"),
         ),
     ),
+    "monarch": Environment(
+        "monarch", _HERE / "monarch.txt",
+        settings=(  # how soon a lost process is known: its own are 10 and 30 seconds
+            ("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s"),
+            ("HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE", "10s"),
+        ),
+    ),
 }  # fmt: skip
 
 # %% ../../nbs/frameworks/50_environments.ipynb #ev000009
