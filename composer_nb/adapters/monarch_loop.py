@@ -158,7 +158,7 @@ class ActorPool:
         self.spares += [asyncio.ensure_future(self.seat("generator_0")) for _ in range(missing)]
 
     async def call(self, role: str, method: str, *arguments: Any) -> Any:
-        "Raises TimeoutError after the plan's patience, Monarch's SupervisionError for an actor that is lost."
+        "Raises TimeoutError after the plan's patience, SupervisionError for an actor that is lost."
         called = getattr(self.actors[role].actor, method).call_one(*arguments)
         return await asyncio.wait_for(called, self.plan.patience)
 

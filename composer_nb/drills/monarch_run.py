@@ -241,12 +241,29 @@ async def steps(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any
     return told
 
 
+async def learn_again(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    "One step of a trainer for each of the run's cases, on the rollouts that another run's trainer left."
+    from monarch.actor import this_host
+
+    out, told = Path(job["out"]), {}
+    judged, pairs = read_rollouts(out / run["rollouts"])
+    procs = this_host().spawn_procs(per_host={"procs": 1}, name=run["name"])
+    for name, config in run["cases"].items():
+        (out / name).mkdir()
+        plan = plan_of(job, {"config": config} | run)
+        made = actor_of(watched(str(out / name)))
+        trainer = procs.spawn(name, made, plan.load, LossConfig(**config), plan.group, plan.lr)
+        told[name] = asdict(await trainer.learn.call_one(0, judged, pairs))
+    await procs.stop("done")
+    return told
+
+
 def main(path: str) -> None:
     from monarch.actor import shutdown_context
 
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     for run in job["runs"]:
-        told = asyncio.run(steps(job, run))
+        told = asyncio.run((learn_again if "cases" in run else steps)(job, run))
         (Path(job["out"]) / f"{run['name']}.json").write_text(json.dumps(told), encoding="utf-8")
     shutdown_context().get()
 
