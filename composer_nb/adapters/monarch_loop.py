@@ -82,7 +82,8 @@ class Plan:
         "Class and arguments of each actor, by name."
         rewarder = (self.family, self.tasks, "train", 0, self.hint)
         found = {"trainer": (self.trainer, (self.load, self.config, self.group, self.lr))}
-        found |= {f"generator_{i}": (self.generator, (self.load, self.sampling)) for i in range(self.generators)}
+        numbers = range(self.generators)
+        found |= {f"generator_{i}": (self.generator, (self.load, self.sampling)) for i in numbers}
         found |= {"rewarder": (Rewarder, rewarder)}
         return found | {f"teacher_{i}": (TeacherSeat, (make,)) for i, make in enumerate(self.teachers)}
 

@@ -8,6 +8,7 @@ SIGSTOP). Each run leaves `NAME.json` and the last weights, `NAME.safetensors`.
 import asyncio
 import json
 import os
+import shutil
 import signal
 import string
 import sys
@@ -105,21 +106,36 @@ class Copyist:
         return None
 
 
-def small_model(folder: Path) -> None:
-    "A random Llama of two layers with the bundled model's tokenizer; a hint moves what it says."
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+WORDS = 4096  # of the bundled model's 49,152: a softmax over all of them is most of a small model's work
 
+
+def few_words(folder: Path) -> None:
+    "The bundled model's tokenizer with its first ids alone, and its chat template."
     from composer_nb.models import prepare_smollm2
+
+    whole = prepare_smollm2()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(whole / name, folder)
+    content = json.loads((whole / "tokenizer.json").read_text(encoding="utf-8"))
+    known, merges = content["model"]["vocab"], content["model"]["merges"]
+    content["model"]["merges"] = merges[: len(merges) - (len(known) - WORDS)]  # each merge makes the next id
+    content["model"]["vocab"] = {word: i for word, i in known.items() if i < WORDS}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def small_model(folder: Path) -> None:
+    "A random Llama of two layers with a small tokenizer; a hint moves what it says."
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, tie_word_embeddings=True, **small)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, tie_word_embeddings=True, **small)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(32.0 if weight.ndim > 1 else 1.0)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(prepare_smollm2()).save_pretrained(folder)
+    few_words(folder)
 
 
 def loaded(folder: str) -> tuple[Any, Any]:
