@@ -244,11 +244,13 @@ def pool_of(monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[object]], *
     "A pool whose seats answer from a list: a value, or an error that is raised. No process is started."
     monkeypatch.setattr(monarch_loop, "lost_errors", lambda: (Gone, TimeoutError))
 
-    class Played(monarch_loop.ActorPool):
-        async def seat(self, role: str) -> monarch_loop.Seat:
-            self.serial[role] += 1
-            return monarch_loop.Seat(None, self.serial[role])
+    async def new(self: monarch_loop.Seats, role: str) -> monarch_loop.Seat:
+        self.serial[role] += 1
+        return monarch_loop.Seat(None, self.serial[role])
 
+    monkeypatch.setattr(monarch_loop.Seats, "new", new)
+
+    class Played(monarch_loop.ActorPool):
         async def call(self, role: str, method: str, *arguments: object) -> object:
             asked.append((role, self.actors[role].actor, method))
             said = answers[method].pop(0)
@@ -289,4 +291,4 @@ def test_the_trainer_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(monkeypatch, {"learn": [Gone("z")]})
     with pytest.raises(RuntimeError, match=r"lost in learn, step 0 \(z\).*weights that were saved"):
         asyncio.run(pool.ask("trainer", "learn"))
-    assert pool.serial["trainer"] == 1
+    assert pool.seats.serial["trainer"] == 1

@@ -59,7 +59,7 @@ def endpoints_of(role: type) -> dict[str, Callable[..., Any]]:
         raise TypeError(f"{role.__name__}.{taken[0]}: an actor mesh has that name itself, choose another")
     return methods
 
-
+# %% ../../nbs/frameworks/54_monarch.ipynb #mo000011
 def _handed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     "A method that calls the same method of `_role`."
 
@@ -86,7 +86,7 @@ def actor_of(role: type) -> type:
         own["__supervise__"] = _handed_on("__supervise__", role.__supervise__)
     return type(f"{role.__name__}Actor", (Actor,), {"__init__": made} | own)
 
-# %% ../../nbs/frameworks/54_monarch.ipynb #mo000013
+# %% ../../nbs/frameworks/54_monarch.ipynb #mo000014
 class Key(NamedTuple):
     "The name of a rollout: optimizer step, prompt of the step, sample of the prompt."
 
@@ -122,7 +122,7 @@ class Judged:
     messages: tuple[Message, ...]
     verdict: Verdict
 
-# %% ../../nbs/frameworks/54_monarch.ipynb #mo000015
+# %% ../../nbs/frameworks/54_monarch.ipynb #mo000016
 class Rewarder:
     "Asks and judges tasks of a family whose episodes take one answer; `hint`: which kind of hint is used."
 
@@ -157,7 +157,7 @@ class Rewarder:
             raise ValueError(f"{self.family.name!r} writes no hint {self.hint!r}, only {', '.join(hints)}")
         return Verdict(episode.outcome().reward, hints.get(self.hint, ""))
 
-# %% ../../nbs/frameworks/54_monarch.ipynb #mo000019
+# %% ../../nbs/frameworks/54_monarch.ipynb #mo000020
 class TeacherSeat:
     "One teacher of the pool; `make` makes it in the actor's own process."
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +22,8 @@ from ..tasks.rollouts import Sampling
 from ..traces import DPOPair, TraceState
 
 # %% auto #0
-__all__ = ['RolloutLedger', 'Plan', 'Seat', 'Incident', 'StepReport', 'ActorPool', 'host_of', 'lost_errors', 'lose', 'stopped',
-           'take_step', 'sample_all', 'teach', 'hand_over', 'Controller', 'goodput']
+__all__ = ['RolloutLedger', 'Plan', 'Seat', 'Incident', 'StepReport', 'Seats', 'ActorPool', 'host_of', 'lost_errors', 'lose',
+           'stopped', 'take_step', 'sample_all', 'teach', 'hand_over', 'Controller', 'goodput']
 
 # %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000006
 class RolloutLedger:
@@ -122,41 +123,53 @@ class StepReport:
     incidents: tuple[Incident, ...]
 
 # %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000012
-class ActorPool:
-    "Actors by role, each in a process of its own, and a successor for one that is lost."
+class Seats:
+    "Processes with one actor each, started when they are needed, or before: the plan's spare generators."
 
     def __init__(self, plan: Plan, hosts: Mapping[str, Any]) -> None:
-        self.plan, self.hosts, self.roles = plan, dict(hosts), plan.roles
-        self.actors, self.spares = dict[str, Seat](), list[asyncio.Task[Seat]]()
-        self.serial, self.step, self.incidents = Counter[str](), 0, list[Incident]()
-        self.ending = list[asyncio.Task[None]]()
-        self.newest: tuple[int, Any] | None = None  # version and weights
+        self.plan, self.hosts, self.roles, self.serial = plan, dict(hosts), plan.roles, Counter[str]()
+        self.spares = list[asyncio.Task[Seat]]()
 
-    async def seat(self, role: str) -> Seat:
-        "A new actor that answers."
+    async def new(self, role: str) -> Seat:
+        "One that answers. Raises TimeoutError after the plan's startup."
         self.serial[role] += 1
         name, (made, arguments) = f"{role}_{self.serial[role]}", self.roles[role]
         procs = host_of(self.hosts, role).spawn_procs(per_host={"procs": 1}, name=name)
-        found = Seat(procs, procs.spawn(name, actor_of(made), *arguments))
-        await asyncio.wait_for(found.actor.pid.call_one(), self.plan.startup)
-        return found
+        seat = Seat(procs, procs.spawn(name, actor_of(made), *arguments))
+        await asyncio.wait_for(seat.actor.pid.call_one(), self.plan.startup)
+        return seat
+
+    async def next(self, role: str) -> Seat:
+        "A spare where there is one, else a new one."
+        if not role.startswith("generator") or not self.spares:
+            return await self.new(role)
+        spare = self.spares.pop(0)
+        self.keep_spares()
+        return await spare
+
+    def keep_spares(self) -> None:
+        "Begin to start the spares that are missing; nobody waits for them."
+        missing = self.plan.spares - len(self.spares)
+        self.spares += [asyncio.ensure_future(self.new("generator_0")) for _ in range(missing)]
+
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000013
+class ActorPool:
+    "Actors by role, and a successor for one that is lost."
+
+    def __init__(self, plan: Plan, hosts: Mapping[str, Any]) -> None:
+        self.plan, self.seats, self.actors = plan, Seats(plan, hosts), dict[str, Seat]()
+        self.step, self.incidents, self.ending = 0, list[Incident](), list[asyncio.Task[None]]()
+        self.newest: tuple[int, Any] | None = None  # version and weights
 
     async def start(self, role: str) -> None:
-        "Fill a role, if it may be with a spare; a generator gets the newest weights."
-        began, spare = time.perf_counter(), role.startswith("generator") and self.spares
-        self.actors[role] = await (self.spares.pop(0) if spare else self.seat(role))
-        if role.startswith("generator"):
-            self.keep_spares()
-            if self.newest is not None:
-                await self.call(role, "take", *self.newest)
+        "Fill a role; a generator gets the newest weights."
+        began = time.perf_counter()
+        self.actors[role] = await self.seats.next(role)
+        if role.startswith("generator") and self.newest is not None:
+            await self.call(role, "take", *self.newest)
         for incident in self.incidents:
             if incident.role == role and incident.respawn_s == 0:
                 incident.respawn_s = time.perf_counter() - began
-
-    def keep_spares(self) -> None:
-        "Begin to start the spare generators that are missing; nobody waits for them."
-        missing = self.plan.spares - len(self.spares)
-        self.spares += [asyncio.ensure_future(self.seat("generator_0")) for _ in range(missing)]
 
     async def call(self, role: str, method: str, *arguments: Any) -> Any:
         "Raises TimeoutError after the plan's patience, SupervisionError for an actor that is lost."
@@ -172,11 +185,11 @@ class ActorPool:
                     await self.start(role)
                 return await self.call(role, method, *arguments)
             except lost_errors() as error:
-                await lose(self, role, method, time.perf_counter() - began, error)
+                lose(self, role, method, time.perf_counter() - began, error)
         times, last = self.plan.restarts + 1, self.incidents[-1].error
         raise RuntimeError(f"{role} was lost {times} times in {method}, step {self.step}: {last}")
 
-# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000013
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000014
 def host_of(hosts: Mapping[str, Any], role: str) -> Any:
     "The host mesh for a role (`hosts`: by role, without its number), or this machine."
     from monarch.actor import this_host
@@ -191,7 +204,7 @@ def lost_errors() -> tuple[type[Exception], ...]:
     return SupervisionError, TimeoutError
 
 
-async def lose(pool: ActorPool, role: str, method: str, seconds: float, error: Exception) -> None:
+def lose(pool: ActorPool, role: str, method: str, seconds: float, error: Exception) -> None:
     "Forget an actor and end its process. Raises RuntimeError for the trainer, whose state nobody has."
     said = str(error).strip().splitlines() or [f"no answer in {pool.plan.patience:g} s"]
     if role == "trainer":
@@ -199,16 +212,16 @@ async def lose(pool: ActorPool, role: str, method: str, seconds: float, error: E
         what = f"the trainer was lost in {method}, step {pool.step} ({said[-1].strip()})"
         raise RuntimeError(f"{what}: {remedy}") from error
     pool.incidents.append(Incident(pool.step, role, method, seconds, said[-1].strip()))
-    seat = pool.actors.pop(role, None)
-    if seat is not None and isinstance(error, TimeoutError):
-        pool.ending.append(asyncio.ensure_future(stopped(seat, f"{role} did not answer")))
+    if role in pool.actors:
+        pool.ending.append(asyncio.ensure_future(stopped(pool.actors.pop(role), f"{role} was lost")))
 
 
 async def stopped(seat: Seat, why: str) -> None:
-    "End the process of a seat; one that hangs takes its time."
-    await seat.procs.stop(why)
+    "End the process of a seat; one that hangs takes its time, one that was killed is gone already."
+    with contextlib.suppress(*lost_errors()):
+        await seat.procs.stop(why)
 
-# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000015
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000016
 async def take_step(pool: ActorPool, number: int) -> StepReport:
     "Step `number` over the actors of a pool."
     plan, began, before = pool.plan, time.perf_counter(), len(pool.incidents)
@@ -231,7 +244,7 @@ async def take_step(pool: ActorPool, number: int) -> StepReport:
         tuple(pool.incidents[before:]),
     )  # fmt: skip
 
-# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000016
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000017
 async def sample_all(pool: ActorPool, ledger: RolloutLedger, messages: Sequence[Any]) -> None:
     "Every rollout that the ledger misses, a prompt at a time, over all generators."
     groups: dict[int, list[Key]] = {}
@@ -249,7 +262,7 @@ async def sample_all(pool: ActorPool, ledger: RolloutLedger, messages: Sequence[
         said = f"{len(ledger.missing)} rollouts of step {pool.step} did not come"
         raise RuntimeError(f"{said}; refused: {dict(ledger.refused)}")
 
-# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000017
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000018
 async def teach(pool: ActorPool, judged: Sequence[Judged], prompts: Sequence[int]) -> list[DPOPair]:
     "Pairs from the pool of teachers, asked about the worst answer to each prompt that was not fully right."
     worst: dict[int, Judged] = {}
@@ -273,7 +286,7 @@ async def hand_over(pool: ActorPool) -> None:
     roles = [role for role in pool.actors if role.startswith("generator")]
     await asyncio.gather(*(pool.ask(role, "take", *pool.newest) for role in roles))
 
-# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000019
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000020
 class Controller:
     "Runs steps over its actors. It owns them, so that Monarch tells it of their failures."
 
@@ -282,12 +295,14 @@ class Controller:
 
     async def start(self) -> dict[str, int]:
         "Spawn all actors and hand out the first weights; process ids by role."
-        await asyncio.gather(*(self.pool.start(role) for role in self.pool.roles))
+        self.pool.seats.keep_spares()
+        await asyncio.gather(*(self.pool.start(role) for role in self.plan.roles))
+        await asyncio.gather(*self.pool.seats.spares)
         await hand_over(self.pool)
         return await self.pids()
 
     async def pids(self) -> dict[str, int]:
-        return {role: await self.pool.ask(role, "pid") for role in self.pool.roles}
+        return {role: await self.pool.ask(role, "pid") for role in self.plan.roles}
 
     async def failures(self) -> list[str]:
         "Meshes whose failure Monarch has told."
@@ -303,7 +318,8 @@ class Controller:
 
     async def close(self) -> None:
         "End the actors' processes."
-        seats = [*self.pool.actors.values(), *await asyncio.gather(*self.pool.spares)]
+        spares = await asyncio.gather(*self.pool.seats.spares, return_exceptions=True)
+        seats = [*self.pool.actors.values(), *(spare for spare in spares if isinstance(spare, Seat))]
         await asyncio.gather(*self.pool.ending, *(stopped(seat, "done") for seat in seats))
 
     def __supervise__(self, failure: Any) -> bool:
@@ -311,7 +327,7 @@ class Controller:
         self.told.append(failure.mesh_name)
         return True
 
-# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000020
+# %% ../../nbs/frameworks/56_monarch_kills.ipynb #mk000021
 def goodput(reports: Sequence[StepReport]) -> float:
     """Share of the wall time that was not lost: not spent in calls that an actor did not survive, nor in
     waiting for its successor. With several generators a lower bound, for the others went on.

@@ -133,7 +133,7 @@ class Taken:
     dark: tuple[str, ...]
     gradient_norm: float
 
-
+# %% ../../nbs/frameworks/55_monarch_model.ipynb #mm000017
 class Trainer:
     "Holds the model, its optimizer (AdamW without decay), and the reference of DPO: the model as it began."
 

@@ -218,7 +218,8 @@ def read_reports(path: Path) -> list[StepReport]:
     found = []
     for row in json.loads(path.read_text(encoding="utf-8"))["reports"]:
         incidents = tuple(Incident(**incident) for incident in row["incidents"])
-        found.append(StepReport(**row | {"taken": Taken(**row["taken"]), "incidents": incidents}))
+        taken = Taken(**row["taken"] | {"dark": tuple(row["taken"]["dark"])})
+        found.append(StepReport(**row | {"taken": taken, "incidents": incidents}))
     return found
 
 
@@ -232,15 +233,16 @@ async def steps(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any
         (out / run["name"]).mkdir()
         plan = replace(plan, trainer=watched(str(out / run["name"])))
     controller = this_proc().spawn(run["name"], actor_of(Controller), plan)
-    began, pids = time.time(), dict[str, int]()
+    began, seen = time.time(), set[int]()
     try:
-        pids = await controller.start.call_one()
+        seen |= {*(await controller.start.call_one()).values()}
         told |= {"start_s": time.time() - began, "began": time.time()}
         for number in range(run["steps"]):
             threads = []
             for step, role, seconds, how in kills:
                 if step == number:
                     pids = await controller.pids.call_one()
+                    seen |= {*pids.values()}
                     threads.append(killed_after(pids[role], seconds, getattr(signal, how), told["kills"]))
             report = await controller.step.call_one(number)
             told["reports"].append(asdict(report))
@@ -252,7 +254,7 @@ async def steps(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any
     except ActorError as error:
         told["error"] = str(error)
     told["failures"] = await controller.failures.call_one()
-    told["pids"] = list(pids.values())
+    told["pids"] = sorted(seen)
     await controller.close.call_one()
     return told
 
