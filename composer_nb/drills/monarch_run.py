@@ -1,4 +1,4 @@
-"""Steps over Monarch's actors: `python -m composer_nb.drills.monarch_run JOB.json` in the environment of monarch.
+"""Steps over Monarch's actors: `python -m composer_nb.drills.monarch_run JOB.json` in its environment.
 
 The job names a model's folder (with its tokenizer), a folder for results, and runs; each has a name, a
 `LossConfig`, steps, and kills: in which step, which role, and after how many seconds it gets SIGKILL (or
