@@ -56,7 +56,7 @@ class Environment:
     def made(self) -> bool:
         return (self.folder / STAMP).is_file()
 
-
+# %% ../../nbs/frameworks/50_environments.ipynb #ev0006b0
 _HERE = Path(importlib.util.find_spec("composer_nb").submodule_search_locations[0]) / "adapters"
 ENVIRONMENTS = {
     "verl": Environment(
