@@ -135,6 +135,10 @@ model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cac
 env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache
 	@$(VENV)/bin/composer-nb env make verl
 
+.PHONY: env-monarch
+env-monarch: $(CORE_STAMP) ## make the environment of Monarch, once, in the user cache
+	@$(VENV)/bin/composer-nb env make monarch
+
 .PHONY: help
 help: ## list targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \

@@ -312,7 +312,8 @@ def frameworks() -> tuple[int, str, str, str]:
         "An adapter translates names and nothing else",
         (
             "Losses, alignment and tasks stand in the library. A thin adapter renames them to what another "
-            "framework calls them; the framework runs them. Of the four in the drawing, OpenEnv has its page."
+            "framework calls them; the framework runs them. Of the four drawn, all but PRIME-RL have a "
+            "page."
         ),
         "".join(
             [
@@ -321,7 +322,7 @@ def frameworks() -> tuple[int, str, str, str]:
                 box(176, 66, 130, 56, "adapter", "names, no maths", css="sum"),
                 *(arrow((306, 94), (340, 28 + 46 * n)) for n in range(4)),
                 *(
-                    box(342, 10 + 46 * n, 132, 36, name, css="c3" if n == 0 else "")
+                    box(342, 10 + 46 * n, 132, 36, name, css="" if name == "PRIME-RL" else "c3")
                     for n, name in enumerate(theirs)
                 ),
             ]

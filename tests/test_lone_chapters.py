@@ -408,7 +408,7 @@ def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> No
     luck.
     """
     core = {
-        "pyarrow", "verl",  # datasets brings the one, an environment of its own has the other
+        "pyarrow", "verl", "monarch",  # datasets brings the first, environments of their own have the others
         "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm",
         "jaxtyping", "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml",
         "composer_nb",

@@ -56,7 +56,7 @@ class Environment:
     def made(self) -> bool:
         return (self.folder / STAMP).is_file()
 
-
+# %% ../../nbs/frameworks/50_environments.ipynb #ev0006b0
 _HERE = Path(importlib.util.find_spec("composer_nb").submodule_search_locations[0]) / "adapters"
 ENVIRONMENTS = {
     "verl": Environment(
@@ -65,6 +65,13 @@ ENVIRONMENTS = {
         settings=(
             ("RAY_USAGE_STATS_ENABLED", "0"),
             ("VERL_USE_EXTERNAL_MODULES", "composer_nb.adapters.verl_plugin"),
+        ),
+    ),
+    "monarch": Environment(
+        "monarch", _HERE / "monarch.txt",
+        settings=(  # how soon a lost process is known: its own are 10 and 30 seconds
+            ("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s"),
+            ("HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE", "10s"),
         ),
     ),
 }  # fmt: skip
