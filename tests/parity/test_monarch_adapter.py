@@ -129,7 +129,8 @@ def test_each_loss_is_noticed_and_named(there: SimpleNamespace) -> None:
         (1, "generator_0"), (2, "rewarder"), (3, "teacher_1"), (4, "generator_0")
     ]  # fmt: skip
     said = [i.error for report in reports for i in report.incidents]
-    assert all("Killed(sig=9)" in one or "likely crashed" in one for one in said[:3])
+    noticed = ("Killed(sig=9)", "likely crashed", "no answer in 15 s")  # the last on a machine that is busy
+    assert all(any(word in one for word in noticed) for one in said[:3]), said
     assert said[3] == "no answer in 15 s"
     meshes = {mesh.rpartition("-")[0] for mesh in there.told["lost"]["failures"]}
     assert {"generator_0_1", "rewarder_1", "teacher_1_1", "trainer_1"} <= meshes  # told to `__supervise__`
