@@ -2,7 +2,8 @@
 `composer_nb.launch.ladder`.
 
 Every arm begins with the weights of the arm `start` and, for a seed, with the same tasks and the same first
-rollouts. Prints one line per optimizer step.
+rollouts. Prints one line per optimizer step. Some of it stands in spike 012's script too, and none is imported
+from there: the cells of either are made by one file.
 """
 
 import json
