@@ -20,7 +20,7 @@ QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p prompts=2 -p accumulati
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
-STAGES := install browser lint+sync+clean-check+slurm smoke+book lone+pytest
+STAGES := install+system lint+sync+clean-check smoke+book lone+pytest
 WORKERS ?= 3
 
 VENV_STAMP := $(VENV)/.stamp-venv
@@ -52,6 +52,9 @@ core: $(CORE_STAMP)
 
 .PHONY: install
 install: $(DEV_STAMP) ## install everything development needs
+
+.PHONY: system
+system: browser slurm ## what apt has, one after the other, since they wait for the same lock
 
 .PHONY: browser
 browser: ## see that headless Chromium is there; as root on Debian, install it
