@@ -7,6 +7,7 @@ started, its cases are skipped, and the reason names the remedy.
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.slurm import SlurmExecutor
-from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions
+from composer_nb.launch.slurm_commands import Slurm, SlurmError, SlurmOptions, batch_script, read_queue
 
 QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
 SECRET = "sesame-open-1234"
@@ -338,6 +339,19 @@ def test_what_a_replica_sees(site, folder, monkeypatch):
     assert list(result.value.values()) == [None, "thr'ough\n$HOME", "3", None, "1"]
 
 
+def test_names_that_a_shell_would_read(site, tmp_path):
+    "A folder with quotes, blanks, signs of Slurm's patterns; variables with names that the script could use."
+    folder = tmp_path / "it's 100%a $HOME; \"x\" `y`"
+    folder.mkdir()
+    (folder / "prog.py").write_text(PROGRAM)
+    given = {"life": "mine", "child": "a b", "code": "9"}
+    with site.make(folder, env=given) as made:
+        (handle,) = made.launch_replicas(1, "prog:show", list(given))
+        (result,) = made.collect([handle], timeout=20)
+        assert result.value == given, result.error
+        assert handle.log.parent == folder / "logs" and list(handle.log.parent.iterdir()) == [handle.log]
+
+
 # --- what only a queue can do -----------------------------------------------------------------------------
 
 
@@ -474,7 +488,7 @@ def test_what_the_cluster_refuses(on_slurm, folder, wish, words):
 def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):
     for wish in ({"cpus": 0}, {"cpus": None}, {"cpus": True}, {"gpus": 0}, {"gpus": "0,1"}, {"gpus": True},
                  {"memory_mb": 0.5}, {"time_limit_s": -1}, {"poll_s": None}, {"partition": "a b"},
-                 {"account": "--wrap=x"}, {"qos": 3}):  # fmt: skip
+                 {"account": "--wrap=x"}, {"qos": 3}, {"requeue": "no"}):  # fmt: skip
         with pytest.raises(ValueError, match=f"{next(iter(wish))}=.*pass"):
             SlurmOptions(**wish)
     made = SlurmExecutor(tmp_path, options=SlurmOptions(time_limit_s=60))
@@ -483,6 +497,93 @@ def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):
         with pytest.raises(ValueError, match="pass"):
             made.launch_replicas(**{"n_replicas": 1, "entrypoint": "prog:add"} | wrong)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "logs", tmp_path / "prog.py"]
+
+
+def put_before(monkeypatch, folder, name, body):
+    "A program that stands before the real one in PATH; its script may call that as $REAL."
+    (folder / "bin").mkdir(exist_ok=True)
+    path, real = folder / "bin" / name, shutil.which(name)
+    path.write_text(f"#!/bin/sh\nREAL={real}\n{body}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("after", "error"),
+    [
+        ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", SlurmError),
+        ("echo who knows", SlurmError),
+        ("for life in replicas/*/rank0-run0; do mkdir $life/handle.json; done; echo $id", OSError),
+    ],
+    ids=["timed-out", "no-number", "no-place-for-the-handle"],
+)
+def test_a_submission_without_a_handle_leaves_no_job(on_slurm, folder, monkeypatch, tmp_path, after, error):
+    "The job is in the queue, but its launcher will never know: it is taken back."
+    monkeypatch.chdir(folder)
+    put_before(monkeypatch, tmp_path, "sbatch", f'id=$($REAL "$@") || exit; echo $id > {tmp_path}/id; {after}')
+    made = on_slurm.make(folder)
+    with pytest.raises(error, match="scontrol ping" if error is SlurmError else "handle"):
+        made.launch_replicas(1, "prog:snooze")
+    job = (tmp_path / "id").read_text().strip()
+    until(lambda: on_slurm.cluster.run("squeue", "-h", "-tPD,R", "-j", job) == "", 3)
+    assert list(folder.rglob("*.json")) == [] and made.events == []
+
+
+def test_a_user_default_that_would_wait_for_the_job(on_slurm, folder, monkeypatch):
+    monkeypatch.setenv("SBATCH_WAIT", "1")
+    with on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.0, command_s=2)) as made:
+        (handle,) = made.launch_replicas(1, "prog:snooze")
+        assert made.poll(handle) == "running"
+
+
+def test_a_queue_that_says_nonsense_is_named_and_passed_over(on_slurm, folder, monkeypatch, tmp_path):
+    for line in ("CLUSTER: far", "7|0|RUNNING|x|0|0:01|node1|None"):
+        with pytest.raises(SlurmError, match=f"{line[:9]}.*scontrol ping".replace("|", r"\|")):
+            read_queue(line)
+    with on_slurm.make(folder) as made:
+        (handle,) = made.launch_replicas(1, "prog:walk", [3])
+        with monkeypatch.context() as patch:
+            put_before(patch, tmp_path, "squeue", "printf 'CLUSTER: f\\374r\\n'")
+            with pytest.warns(UserWarning, match="judged by the work folder alone: .*CLUSTER: f"):
+                (result,) = made.collect([handle], timeout=30)
+        assert result.status == "succeeded"
+
+
+def test_a_job_that_does_not_end_is_told(on_slurm, folder, monkeypatch, tmp_path):
+    "Slurm takes the order and the job stays: the launcher must not say in silence that it was cancelled."
+    with on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.0, command_s=2)) as made:
+        (handle,) = made.launch_replicas(1, "prog:snooze")
+        until(lambda: made.tail(handle) == "awake")
+        with monkeypatch.context() as patch:
+            put_before(patch, tmp_path, "squeue", "$REAL \"$@\" | sed 's/|[A-Z][A-Z]* */|COMPLETING /'")
+            with pytest.warns(UserWarning, match=f"{handle.pid}_0.*COMPLETING.*squeue -j"):
+                made.cancel([handle])
+
+
+def test_a_token_of_the_cluster_does_not_reach_the_program(tmp_path):
+    life = tmp_path / "rank0-run0"
+    life.mkdir()
+    (life / "env.sh").write_text("")
+    script = batch_script(tmp_path, 0, tmp_path, ["sh", "-c", "env > seen"])
+    own = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JWT": SECRET}
+    subprocess.run(["sh", "-c", script], env={"PATH": os.environ["PATH"]} | own, check=True)
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_ARRAY_TASK_ID=0" in seen and SECRET not in seen
+
+
+def test_make_slurm_without_a_network_says_so(tmp_path):
+    "The rest of `make test` goes on, and one line says what is skipped."
+    for name in ("bash", "make", "id", "date"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    refusing = tmp_path / "apt-get"
+    refusing.write_text("#!/bin/bash\necho no route >&2; exit 100\n")
+    refusing.chmod(0o700)
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [tmp_path / "make", "-C", root, "slurm"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "what needs a cluster is skipped" in done.stdout
 
 
 def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
