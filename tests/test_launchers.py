@@ -45,7 +45,7 @@ def walk(steps, rank_s=0.05):
     kept = Path(f"walk-{rank}.json")
     step, total = json.loads(kept.read_text()) if kept.exists() else (0, 0.0)
     first = step
-    while step < steps:
+    while step < steps and not Path("go").exists():
         beat(); time.sleep(rank_s); step += 1; total += 1 / (step + rank)
         Path(f".walk-{rank}").write_text(json.dumps([step, total])); os.replace(f".walk-{rank}", kept)
         print("step", step)
@@ -378,7 +378,7 @@ def test_a_lost_node_is_told_or_healed_by_the_queue(on_slurm, folder):
     )
     told = on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.5, cpus=2))
     try:
-        (first,) = healed.launch_replicas(1, "prog:walk", [80])
+        (first,) = healed.launch_replicas(1, "prog:walk", [10**4])
         until(lambda: "step 4" in healed.tail(first) and healed.table()[0]["node"])
         node = healed.table()[0]["node"]
         pinned = told.launch_replicas(4, "prog:snooze")  # one of them at least is beside the first
@@ -387,6 +387,7 @@ def test_a_lost_node_is_told_or_healed_by_the_queue(on_slurm, folder):
         assert beside
         cluster.lose(node)
         until(lambda: healed.table()[0]["put_back"] == 1)
+        (folder / "go").touch()
         lost = told.collect([pinned[rank] for rank in beside], timeout=30)
         assert {(r.status, r.value) for r in lost} == {("failed", None)}
         assert all(f"Slurm says NODE_FAIL (NodeDown) on {node}" in r.error for r in lost), lost[0].error
