@@ -567,6 +567,14 @@ def test_a_job_that_does_not_end_is_told(on_slurm, folder, monkeypatch, tmp_path
                 made.cancel([handle])
 
 
+def test_a_log_folder_that_slurm_would_misread_is_refused(tmp_path):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    made = SlurmExecutor(tmp_path, log_dir=tmp_path / "a\\b")
+    with pytest.raises(ValueError, match="log_dir=.*backslash"):
+        made.launch_replicas(1, "prog:add", [1])
+    assert list(tmp_path.rglob("*.json")) == [] and made.events == []
+
+
 def test_a_token_of_the_cluster_does_not_reach_the_program(tmp_path):
     life = tmp_path / "rank0-run0"
     life.mkdir()

@@ -109,7 +109,10 @@ class Submission:
         return batch_script(lives, self.incarnation, place.workdir, command, tidy)
 
     def words(self, place: SlurmPlace) -> list[str]:
-        "What names them to sbatch."
+        "What names them to sbatch. Raises ValueError for a log folder that Slurm would misread."
+        if "\\" in str(place.log_dir):
+            rule = "Slurm takes a backslash in it for a sign of its own; pass a log_dir without"
+            raise ValueError(f"log_dir={str(place.log_dir)!r}: {rule}")
         log = (
             str(place.log_dir).replace("%", "%%") + "/" + place.log(self.launch, "%a", self.incarnation).name
         )
