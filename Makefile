@@ -68,14 +68,21 @@ browser: ## see that headless Chromium is there; as root on Debian, install it
 
 .PHONY: slurm
 slurm: ## see that Slurm and munge are there; as root on Debian, install them and leave no service running
-	@if command -v sbatch >/dev/null && command -v slurmctld >/dev/null && command -v munged >/dev/null; then \
+	@PATH="$$PATH:/usr/sbin:/sbin"; \
+	skipped="so what needs a cluster is skipped. On Debian: sudo apt-get install slurm-wlm munge"; \
+	if command -v sbatch >/dev/null && command -v slurmctld >/dev/null && command -v munged >/dev/null; then \
 		slurmctld -V; \
+		[ "$$(id -u)" = 0 ] || echo "A cluster of one's own needs root: what needs one is skipped."; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
-		apt-get update -q && apt-get install -q -y --no-install-recommends slurm-wlm munge; \
-		if [ -d /run/systemd/system ]; then systemctl disable -q --now munge slurmd slurmctld; fi; \
+		bounded="-q -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20"; \
+		if apt-get $$bounded update && apt-get $$bounded install -y --no-install-recommends slurm-wlm munge; then \
+			if [ -d /run/systemd/system ]; then systemctl disable -q --now munge slurmd slurmctld; fi; \
+		else \
+			echo "Slurm could not be installed, $$skipped"; \
+		fi; \
 	else \
-		echo "Slurm is not here, so what needs a cluster is skipped. On Debian: sudo apt-get install slurm-wlm munge"; \
+		echo "Slurm is not here, $$skipped"; \
 	fi
 
 .PHONY: sync

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_launchers import mark_of, until
 
 from composer_nb.launch import local as room
 from composer_nb.launch.entrypoint import beat, marked, report, write_json
@@ -96,17 +97,6 @@ def executor(folder):
         yield made
     for handle in made._register.lives:
         assert marked(mark_of(handle)) == []
-
-
-def mark_of(handle):
-    return f"rank{handle.rank}-run{handle.incarnation}.{handle.launch}"
-
-
-def until(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def by_hand(command, **env):

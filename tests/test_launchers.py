@@ -7,6 +7,7 @@ started, its cases are skipped, and the reason names the remedy.
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.slurm import SlurmExecutor
-from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions
+from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions, batch_script, read_queue
 
 QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
 SECRET = "sesame-open-1234"
@@ -44,14 +45,17 @@ def walk(steps, rank_s=0.05):
     kept = Path(f"walk-{rank}.json")
     step, total = json.loads(kept.read_text()) if kept.exists() else (0, 0.0)
     first = step
-    while step < steps:
+    while step < steps and not Path("go").exists():
         beat(); time.sleep(rank_s); step += 1; total += 1 / (step + rank)
         Path(f".walk-{rank}").write_text(json.dumps([step, total])); os.replace(f".walk-{rank}", kept)
         print("step", step)
     return {"rank": rank, "first": first, "total": total}
 def show(*names): return {name: os.environ.get(name) for name in names}
 def say(name): print("the value is", os.environ[name]); raise ValueError(os.environ[name])
-def hold(name, s): assert os.environ[name]; print("held", flush=True); time.sleep(s); return "held"
+def hold(name, s):
+    assert os.environ[name]; print("held", flush=True); end = time.monotonic() + s
+    while time.monotonic() < end and not Path("go").exists(): time.sleep(0.02)
+    return "held"
 
 if __name__ == "__main__":
     report({"argv": sys.argv[1:], "rank": replica_rank()[0]})
@@ -146,7 +150,7 @@ def test_failures_surface_with_the_log(executor):
 
 
 def test_one_killed_and_started_again_while_the_others_walk_on(executor, folder):
-    handles = executor.launch_replicas(3, "prog:walk", [60])
+    handles = executor.launch_replicas(3, "prog:walk", [40])
     until(lambda: all("step 4" in executor.tail(handle) for handle in handles))
     os.kill(program_of(handles[1]), signal.SIGKILL)
     (lost,) = executor.collect([handles[1]], timeout=60)
@@ -162,11 +166,11 @@ def test_one_killed_and_started_again_while_the_others_walk_on(executor, folder)
     assert second.incarnation == 1 and second.value["first"] >= 4
     for result in (first, second, third):
         total = 0.0
-        for step in range(1, 61):
+        for step in range(1, 41):
             total += 1 / (step + result.rank)
         assert result.value["total"] == total  # to the bit, whoever died
     assert first.value["first"] == third.value["first"] == 0
-    assert all(row["seconds"] >= 3 for row in executor.table([handles[0], handles[2]]))  # 60 steps of 50 ms
+    assert all(row["seconds"] >= 2 for row in executor.table([handles[0], handles[2]]))  # 40 steps of 50 ms
     rows = [(row["rank"], row["incarnation"], row["status"]) for row in executor.table()]
     assert rows == [(0, 0, "succeeded"), (1, 0, "failed"), (2, 0, "succeeded"), (1, 1, "succeeded")]
 
@@ -218,7 +222,7 @@ OWNER = """
     make = {"local": Local, "slurm": OnSlurm}[sys.argv[1]].make
     made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
     (quick,) = made.launch_replicas(1, "prog:add", [1])
-    handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 5])]
+    handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 60])]
     made.collect([quick])
     while not all("held" in made.tail(h) for h in handles[1:]): time.sleep(0.05)
     print(json.dumps([handle.to_dict() for handle in handles]), flush=True)
@@ -234,11 +238,12 @@ def start_owner(site, folder):
 
 def test_the_launcher_dies(site, folder):
     "Replicas go on where a launcher can be replaced, and the next one has their results; others end."
-    owner = start_owner(site, folder)
-    told = json.loads(owner.stdout.readline())
+    with start_owner(site, folder) as owner:
+        try:
+            told = json.loads(owner.stdout.readline())
+        finally:
+            owner.kill()
     handles = [ReplicaHandle.from_dict(values) for values in told]
-    owner.kill()
-    owner.wait()
     if not site.outlives:
         until(lambda: marked(*map(mark_of, handles)) == [])
         return
@@ -253,6 +258,7 @@ def test_the_launcher_dies(site, folder):
             + sorted(other.find_handles(handles[1].launch), key=lambda h: h.rank)
         )
         assert [other.poll(handle) for handle in handles[1:]] == ["running", "running"]
+        (folder / "go").touch()
         results = other.collect(handles, timeout=60)
         assert [(r.status, r.value) for r in results] == [("succeeded", [2, 0, 1, "0"])] + [
             ("succeeded", "held")
@@ -338,6 +344,19 @@ def test_what_a_replica_sees(site, folder, monkeypatch):
     assert list(result.value.values()) == [None, "thr'ough\n$HOME", "3", None, "1"]
 
 
+def test_names_that_a_shell_would_read(site, tmp_path):
+    "A folder with quotes, blanks, signs of Slurm's patterns; variables with names that the script could use."
+    folder = tmp_path / "it's 100%a $HOME; \"x\" `y`"
+    folder.mkdir()
+    (folder / "prog.py").write_text(PROGRAM)
+    given = {"life": "mine", "child": "a b", "code": "9"}
+    with site.make(folder, env=given) as made:
+        (handle,) = made.launch_replicas(1, "prog:show", list(given))
+        (result,) = made.collect([handle], timeout=20)
+        assert result.value == given, result.error
+        assert handle.log.parent == folder / "logs" and list(handle.log.parent.iterdir()) == [handle.log]
+
+
 # --- what only a queue can do -----------------------------------------------------------------------------
 
 
@@ -359,7 +378,7 @@ def test_a_lost_node_is_told_or_healed_by_the_queue(on_slurm, folder):
     )
     told = on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.5, cpus=2))
     try:
-        (first,) = healed.launch_replicas(1, "prog:walk", [80])
+        (first,) = healed.launch_replicas(1, "prog:walk", [10**4])
         until(lambda: "step 4" in healed.tail(first) and healed.table()[0]["node"])
         node = healed.table()[0]["node"]
         pinned = told.launch_replicas(4, "prog:snooze")  # one of them at least is beside the first
@@ -368,6 +387,7 @@ def test_a_lost_node_is_told_or_healed_by_the_queue(on_slurm, folder):
         assert beside
         cluster.lose(node)
         until(lambda: healed.table()[0]["put_back"] == 1)
+        (folder / "go").touch()
         lost = told.collect([pinned[rank] for rank in beside], timeout=30)
         assert {(r.status, r.value) for r in lost} == {("failed", None)}
         assert all(f"Slurm says NODE_FAIL (NodeDown) on {node}" in r.error for r in lost), lost[0].error
@@ -405,7 +425,7 @@ def test_a_waiting_replica_is_no_hung_one_and_can_be_cancelled(on_slurm, folder)
         busy = made.launch_replicas(2, "prog:walk", [1000])
         until(lambda: all("step 1" in made.tail(handle) for handle in busy))
         waiting, goes = (made.launch_replicas(1, "prog:walk", [3])[0] for _ in range(2))
-        time.sleep(4)
+        time.sleep(3.2)  # longer than the limit of the heartbeat
         assert [made.poll(h) for h in (waiting, goes)] == ["running", "running"]
         rows = made.table([waiting])
         assert rows[0]["slurm"].startswith("PENDING") and rows[0]["seconds"] < 1.5
@@ -419,7 +439,7 @@ def test_a_waiting_replica_is_no_hung_one_and_can_be_cancelled(on_slurm, folder)
 def test_the_queue_may_be_away_and_forget(on_slurm, folder):
     "While slurmctld is down, the folder tells of those that have ended; what it restarts knows the rest."
     cluster = on_slurm.cluster
-    with on_slurm.make(folder) as made:
+    with on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.0, command_s=3)) as made:
         quick, slow = made.launch_replicas(1, "prog:walk", [20])[0], made.launch_replicas(1, "prog:snooze")[0]
         until(lambda: "step 2" in made.tail(quick) and made.tail(slow) == "awake")
         cluster.end_controller()
@@ -474,7 +494,7 @@ def test_what_the_cluster_refuses(on_slurm, folder, wish, words):
 def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):
     for wish in ({"cpus": 0}, {"cpus": None}, {"cpus": True}, {"gpus": 0}, {"gpus": "0,1"}, {"gpus": True},
                  {"memory_mb": 0.5}, {"time_limit_s": -1}, {"poll_s": None}, {"partition": "a b"},
-                 {"account": "--wrap=x"}, {"qos": 3}):  # fmt: skip
+                 {"account": "--wrap=x"}, {"qos": 3}, {"requeue": "no"}):  # fmt: skip
         with pytest.raises(ValueError, match=f"{next(iter(wish))}=.*pass"):
             SlurmOptions(**wish)
     made = SlurmExecutor(tmp_path, options=SlurmOptions(time_limit_s=60))
@@ -483,6 +503,102 @@ def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):
         with pytest.raises(ValueError, match="pass"):
             made.launch_replicas(**{"n_replicas": 1, "entrypoint": "prog:add"} | wrong)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "logs", tmp_path / "prog.py"]
+
+
+def put_before(monkeypatch, folder, name, body):
+    "A program that stands before the real one in PATH; its script may call that as $REAL."
+    (folder / "bin").mkdir(exist_ok=True)
+    path, real = folder / "bin" / name, shutil.which(name)
+    path.write_text(f"#!/bin/sh\nREAL={real}\n{body}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("after", "error"),
+    [
+        ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", SlurmError),
+        ("echo who knows", SlurmError),
+        ("for life in replicas/*/rank0-run0; do mkdir $life/handle.json; done; echo $id", OSError),
+    ],
+    ids=["timed-out", "no-number", "no-place-for-the-handle"],
+)
+def test_a_submission_without_a_handle_leaves_no_job(on_slurm, folder, monkeypatch, tmp_path, after, error):
+    "The job is in the queue, but its launcher will never know: it is taken back."
+    monkeypatch.chdir(folder)
+    body = f'id=$($REAL "$@") || exit; echo $id > {tmp_path}/id; {after}'
+    put_before(monkeypatch, tmp_path, "sbatch", body)
+    made = on_slurm.make(folder)
+    with pytest.raises(error, match="scontrol ping" if error is SlurmError else "handle"):
+        made.launch_replicas(1, "prog:snooze")
+    job = (tmp_path / "id").read_text().strip()
+    until(lambda: on_slurm.cluster.run("squeue", "-h", "-tPD,R", "-j", job) == "", 3)
+    assert list(folder.rglob("*.json")) == [] and made.events == []
+
+
+def test_a_user_default_that_would_wait_for_the_job(on_slurm, folder, monkeypatch):
+    monkeypatch.setenv("SBATCH_WAIT", "1")
+    with on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.0, command_s=2)) as made:
+        (handle,) = made.launch_replicas(1, "prog:snooze")
+        assert made.poll(handle) == "running"
+
+
+def test_a_queue_that_says_nonsense_is_named_and_passed_over(on_slurm, folder, monkeypatch, tmp_path):
+    for line in ("CLUSTER: far", "7|0|RUNNING|x|0|0:01|node1|None"):
+        with pytest.raises(SlurmError, match=f"{line[:9]}.*scontrol ping".replace("|", r"\|")):
+            read_queue(line)
+    with on_slurm.make(folder) as made:
+        (handle,) = made.launch_replicas(1, "prog:walk", [3])
+        with monkeypatch.context() as patch:
+            put_before(patch, tmp_path, "squeue", "printf 'CLUSTER: f\\374r\\n'")
+            with pytest.warns(UserWarning, match="judged by the work folder alone: .*CLUSTER: f"):
+                (result,) = made.collect([handle], timeout=30)
+        assert result.status == "succeeded"
+
+
+def test_a_job_that_does_not_end_is_told(on_slurm, folder, monkeypatch, tmp_path):
+    "Slurm takes the order and the job stays: the launcher must not say in silence that it was cancelled."
+    with on_slurm.make(folder, options=SlurmOptions(poll_s=0.4, lag_s=1.0, command_s=2)) as made:
+        (handle,) = made.launch_replicas(1, "prog:snooze")
+        until(lambda: made.tail(handle) == "awake")
+        with monkeypatch.context() as patch:
+            put_before(patch, tmp_path, "squeue", "$REAL \"$@\" | sed 's/|[A-Z][A-Z]* */|COMPLETING /'")
+            with pytest.warns(UserWarning, match=f"{handle.pid}_0.*COMPLETING.*squeue -j"):
+                made.cancel([handle])
+
+
+def test_a_log_folder_that_slurm_would_misread_is_refused(tmp_path):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    made = SlurmExecutor(tmp_path, log_dir=tmp_path / "a\\b")
+    with pytest.raises(ValueError, match="log_dir=.*backslash"):
+        made.launch_replicas(1, "prog:add", [1])
+    assert list(tmp_path.rglob("*.json")) == [] and made.events == []
+
+
+def test_a_token_of_the_cluster_does_not_reach_the_program(tmp_path):
+    life = tmp_path / "rank0-run0"
+    life.mkdir()
+    (life / "env.sh").write_text("")
+    script = batch_script(tmp_path, 0, tmp_path, ["sh", "-c", "env > seen"])
+    own = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JWT": SECRET}
+    subprocess.run(["sh", "-c", script], env={"PATH": os.environ["PATH"]} | own, check=True)
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_ARRAY_TASK_ID=0" in seen and SECRET not in seen
+
+
+def test_make_slurm_without_a_network_says_so(tmp_path):
+    "The rest of `make test` goes on, and one line says what is skipped."
+    for name in ("bash", "make", "id", "date"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    refusing = tmp_path / "apt-get"
+    refusing.write_text("#!/bin/bash\necho no route >&2; exit 100\n")
+    refusing.chmod(0o700)
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [tmp_path / "make", "-C", root, "slurm"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "what needs a cluster is skipped" in done.stdout
 
 
 def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):

@@ -228,6 +228,7 @@ class SlurmCluster(Daemons):
         self._daemon("munged", "--foreground", "--force", f"--socket={socket_file}", *options)
         self._until(socket_file.exists, "munged")
         self.begin_controller()
+        self.wait_until_up()  # sinfo fails where nobody answers
         for name in self.nodes:
             self.begin(name)
         self._until(

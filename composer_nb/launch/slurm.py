@@ -109,7 +109,10 @@ class Submission:
         return batch_script(lives, self.incarnation, place.workdir, command, tidy)
 
     def words(self, place: SlurmPlace) -> list[str]:
-        "What names them to sbatch."
+        "What names them to sbatch. Raises ValueError for a log folder that Slurm would misread."
+        if "\\" in str(place.log_dir):
+            rule = "Slurm takes a backslash in it for a sign of its own; pass a log_dir without"
+            raise ValueError(f"log_dir={str(place.log_dir)!r}: {rule}")
         log = (
             str(place.log_dir).replace("%", "%%") + "/" + place.log(self.launch, "%a", self.incarnation).name
         )
@@ -132,17 +135,18 @@ class Submitter:
                 r: self.place.prepare(lives.task, who[0], r, lives.world_size, who[1]) for r in lives.ranks
             }
             job = self._hand_in(lives, prepared[lives.ranks[0]][:-1])
+            for rank, command in prepared.items():
+                log = self.place.log(who[0], rank, who[1])
+                handle = ReplicaHandle(rank, lives.world_size, who[1], who[0], job, log, tuple(command))
+                write_json(self.place.files(who[0], rank, who[1]) / "handle.json", handle.to_dict())
+                handles.append(handle)
         except BaseException as error:
-            if not isinstance(error, SlurmError) or "no answer" in str(error):
+            unsure = ("no answer", "timed out", "not the number")  # the job may be in the queue
+            if not isinstance(error, SlurmError) or any(words in str(error) for words in unsure):
                 with suppress(SlurmError):
                     self._slurm.cancel([f"--name={lives.name}"])
             self.place.discard(lives.launch, lives.ranks, lives.incarnation)
             raise
-        for rank, command in prepared.items():
-            log = self.place.log(who[0], rank, who[1])
-            handle = ReplicaHandle(rank, lives.world_size, who[1], who[0], job, log, tuple(command))
-            write_json(self.place.files(who[0], rank, who[1]) / "handle.json", handle.to_dict())
-            handles.append(handle)
         return handles
 
     def _hand_in(self, lives: Submission, command: Sequence[str]) -> int:

@@ -75,9 +75,11 @@ class SlurmOptions:
             _check_whole(name, getattr(self, name))
         for name in ("time_limit_s", "poll_s", "lag_s", "command_s"):
             check_seconds(name, getattr(self, name))
-        for name in ("cpus", "poll_s", "lag_s", "command_s", "requeue"):
+        for name in ("cpus", "poll_s", "lag_s", "command_s"):
             if getattr(self, name) is None:
                 raise ValueError(f"{name}=None: pass a value, or leave it out")
+        if not isinstance(self.requeue, bool):
+            raise ValueError(f"requeue={self.requeue!r}: pass True or False")
         check_gpus(self.gpus)
 
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000008b
@@ -99,13 +101,13 @@ def time_words(limit_s: float | None, grace_s: float) -> list[str]:
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000011
 SCRIPT = """#!/bin/sh
 umask 077
-unset SLURM_EXPORT_ENV
-life={lives}/rank"$SLURM_ARRAY_TASK_ID"-run{incarnation}
+unset SLURM_EXPORT_ENV SLURM_JWT
+set -- {lives}/rank"$SLURM_ARRAY_TASK_ID"-run{incarnation}
 cd {workdir} || exit 125
-. "$life/env.sh" || exit 125
-rm -f "$life/exit"
-echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$life/began"
-{command} "$life/job.json" </dev/null &
+. "$1/env.sh" || exit 125
+rm -f "$1/exit"
+echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$1/began"
+{command} "$1/job.json" </dev/null &
 child=$!
 trap 'kill -TERM "$child"' TERM
 trap 'kill -USR1 "$child"' USR1
@@ -117,7 +119,7 @@ while kill -0 "$child" 2>/dev/null; do
     code=$?
 done
 {tidy}
-echo "$code" > "$life/.exit" && mv "$life/.exit" "$life/exit"
+echo "$code" > "$1/.exit" && mv "$1/.exit" "$1/exit"
 exit "$code"
 """
 
@@ -163,6 +165,7 @@ _KEPT = (
 def command_env() -> dict[str, str]:
     "The variables that Slurm's commands see."
     own = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
+    own.pop("SBATCH_WAIT", None)  # sbatch would answer when the job has ended
     return {name: os.environ[name] for name in _KEPT if name in os.environ} | own
 
 
@@ -170,7 +173,8 @@ def ask(words: Sequence[str], limit_s: float, *, text: str | None = None) -> str
     "What a command prints; `text` goes to its standard input. Raises SlurmError."
     try:
         done = subprocess.run(
-            words, input=text or "", capture_output=True, text=True, timeout=limit_s, env=command_env()
+            words, input=text or "", capture_output=True, timeout=limit_s, env=command_env(),
+            encoding="utf-8", errors="surrogateescape",
         )
     except FileNotFoundError:
         remedy = "run this on a machine of the cluster, or install Slurm's commands (Debian: slurm-client)"
@@ -203,7 +207,7 @@ _REMEDIES = (
     (r"array", "n_replicas", "`scontrol show config` names MaxArraySize; launch fewer"),
     (r"policy|limit", "qos", "the account's limits are reached: wait for jobs to end, or launch fewer"),
     (
-        r"contact|munge|connect|credential",
+        r"contact|timed out|munge|connect|credential",
         "",
         "Slurm is not reached from here: see `scontrol ping` and `munge -n`",
     ),
@@ -254,14 +258,18 @@ def _seconds(text: str) -> int:
 
 
 def read_queue(text: str) -> dict[tuple[int, int], QueueState]:
-    "Lines of squeue, by job array and index."
+    "Lines of squeue, by job array and index. Raises SlurmError for a line that is none."
     found = {}
     for line in text.splitlines():
-        job, index, state, code, restarts, used, node, reason = (part.strip() for part in line.split("|")[:8])
-        if index.isdigit():
-            ended = -(int(code) & 127) or int(code) >> 8  # what wait(2) gives
-            said = "" if reason == "None" else reason
-            found[int(job), int(index)] = QueueState(state, node, said, int(restarts), _seconds(used), ended)
+        try:
+            job, index, state, code, restarts, used, node, reason = map(str.strip, line.split("|")[:8])
+            if index.isdigit():
+                ended = -(int(code) & 127) or int(code) >> 8  # what wait(2) gives
+                said, seconds = "" if reason == "None" else reason, _seconds(used)
+                found[int(job), int(index)] = QueueState(state, node, said, int(restarts), seconds, ended)
+        except ValueError:
+            remedy = "see `scontrol ping`, and `squeue` by hand"
+            raise SlurmError(f"squeue said {line!r}, which is no job of a queue: {remedy}") from None
     return found
 
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000021
@@ -275,7 +283,9 @@ class Slurm:
         "Hands in a script; the id of its job array."
         # ALL is the bare environment of `ask`: with NONE, each node would run a login shell first
         answer = ask(["sbatch", "--parsable", "--export=ALL", *words], self.limit_s, text=script)
-        return int(answer.strip().splitlines()[-1].partition(";")[0])
+        if found := re.search(r"^(\d+)(;.*)?$", answer.strip(), re.MULTILINE):
+            return int(found[1])
+        raise SlurmError(f"sbatch said {answer!r}, not the number of a job: see `scontrol ping`")
 
     def states(self, jobs: Iterable[int]) -> dict[tuple[int, int], QueueState]:
         "All that Slurm still knows of these job arrays; empty for what it has forgotten."

@@ -150,6 +150,9 @@ def end_jobs(jobs: Sequence[SlurmJob], reader: QueueReader, grace_s: float, *, s
         reader.slurm.signal([job.name for job in running], "KILL", everything=True)
     reader.slurm.cancel([job.name for job in jobs])
     wait_for_jobs(jobs, reader.slurm.limit_s, reader)
+    if left := ", ".join(f"{job.name} ({job.seen.state})" for job in jobs if not job.gone):
+        seen = f"see `squeue -j {','.join(sorted({str(job.job) for job in jobs}))}`"
+        warnings.warn(f"cancelled, and not seen to end within command_s: {left}; {seen}", stacklevel=2)
 
 # %% ../../nbs/launching/05_slurm_jobs.ipynb #sj000113b
 def read_verdict(files: Path) -> tuple[Status, str] | None:
