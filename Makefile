@@ -14,9 +14,8 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-compile -c constrai
 # An option for pip such as `--index-url …`, to take torch from an index of CPU builds.
 TORCH_INDEX ?=
 
-QUICKSTART_SPIKE ?= 006_real_model_cpu
-QUICKSTART_PARAMETERS ?= -p arms=composer -p steps=12 -p prompts=2 -p accumulation=1 -p heldout=12 \
-	-p pair_questions=8 -p started=$(STARTED)
+QUICKSTART_SPIKE ?= 013_quickstart
+QUICKSTART_PARAMETERS ?= -p started=$(STARTED)
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
@@ -34,7 +33,7 @@ export TOKENIZERS_PARALLELISM := false
 ##@ The two commands
 # No recipe names $(MAKE): `make -n` would run that line.
 .PHONY: quickstart
-quickstart: core model ## install the core, train the bundled model for a few steps, show the results
+quickstart: core model ## install the core, teach the bundled model a hidden rule, show the results
 	@$(PY) spikes/run.py $(QUICKSTART_SPIKE) --out $(QUICKSTART_OUT) $(QUICKSTART_PARAMETERS)
 	@$(PY) -m nbconvert --log-level WARN --to html $(QUICKSTART_OUT)/spike.ipynb
 	@$(PY) scripts/quickstart_summary.py $(QUICKSTART_OUT)

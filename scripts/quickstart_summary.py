@@ -10,16 +10,17 @@ from pathlib import Path
 
 def summary(folder: Path) -> list[str]:
     """The lines, from the run's `metrics.json`. Raises FileNotFoundError where there is none."""
-    found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    figures, asked = found["figures"], found["params"]
-    n, steps = round(figures["heldout_questions"]), asked["steps"]
+    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["figures"]
+    n = round(figures["questions"])
+    passed, tried = round(figures["retakes_passed"]), round(figures["retakes"])
     return [
-        f"A 135M model called tools with a score of {figures['heldout_before']:.2f} on {n} questions it "
-        f"never trained on; with a one-sentence hint above its mistake {figures['hinted_before']:.2f}.",
-        f"After {steps} steps of reward, hints and preferences it scores {figures['heldout_after']:.2f} "
-        "without any hint "
-        f"(exactly right: {figures['exact_before']:.0%} before, {figures['exact_after']:.0%} now).",
-        "One seed and one short run: it shows the machinery at work, not which part of it helped.",
+        f"A 135M model kept a rule that no prompt tells it in {figures['kept_before']:.0%} of its answers to "
+        f"{n} questions about functions that it never trained on.",
+        f"After {figures['sampled_grpo']:.0f} sampled answers reward alone has brought that to "
+        f"{figures['kept_grpo']:.0%} (exactly right: {figures['exact_grpo']:.0%}); after "
+        f"{figures['sampled_verified']:.0f}, of which {passed} of {tried} second tries under a hint passed, "
+        f"verified hints to {figures['kept_verified']:.0%} (exactly right: {figures['exact_verified']:.0%}).",
+        "One seed and a short run: it shows the idea at work; what is established stands in book/results.md.",
     ]
 
 

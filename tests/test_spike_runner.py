@@ -511,12 +511,12 @@ def test_lines_of_a_spike_are_shown_while_it_runs(tmp_path: Path, monkeypatch) -
 
 
 def test_the_quickstart_ends_with_three_lines_from_its_figures(tmp_path: Path) -> None:
-    figures = {"heldout_questions": 24, "heldout_before": 0.1, "hinted_before": 0.5, "heldout_after": 0.25,
-               "exact_before": 0.0, "exact_after": 0.125}  # fmt: skip
-    (tmp_path / "metrics.json").write_text(json.dumps({"figures": figures, "params": {"steps": 12}}))
+    figures = {"questions": 24, "kept_before": 0.0, "kept_grpo": 0.04, "exact_grpo": 0.02,
+               "sampled_grpo": 112, "kept_verified": 0.875, "exact_verified": 0.375, "sampled_verified": 118,
+               "retakes": 20, "retakes_passed": 3}  # fmt: skip
+    (tmp_path / "metrics.json").write_text(json.dumps({"figures": figures}))
     script = RUNNER.parents[1] / "scripts" / "quickstart_summary.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=True)
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 3 and all(
-        part in done.stdout for part in ("0.10", "24 questions", "0.50", "12 steps", "0.25", "12%")
-    )
+    parts = ("24 questions", "0%", "112 sampled", "4%", "2%", "118", "3 of 20", "88%", "38%")
+    assert len(lines) == 3 and all(part in done.stdout for part in parts)
