@@ -116,7 +116,7 @@ pytest: $(DEV_STAMP) model ## tests; in parity a skip is a failure, and nothing 
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_tests.py -n $(WORKERS) --dist loadfile --durations=40
 
 .PHONY: smoke
-smoke: $(DEV_STAMP) model ## every spike with smoke=True, some at a time, one thread each; 006 runs in `lone`
+smoke: $(DEV_STAMP) model ## every spike with smoke=True, some at a time, one thread each; 006 and 013 run in `lone`
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_smoke.py --workers $(WORKERS)
 
 ##@ Daily work

@@ -23,7 +23,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "composer_nb"
-QUICKSTART = "spikes/006_real_model_cpu/spike"
+ALONE = ("spikes/006_real_model_cpu/spike", "spikes/013_quickstart/spike")  # spikes that open alone
 CELL, MODULE, CLASS, PARAMETERS, LINE = 40, 400, 120, 9, 110
 HIDDEN = re.compile(r"^#\s*\|\s*(hide|hide_input|default_exp)\b", re.MULTILINE)
 EXPORTED = re.compile(r"^#\s*\|\s*exporti?\b", re.MULTILINE)
@@ -172,8 +172,8 @@ def toc_order(root: Path) -> list[str]:
 
 
 def lone_pages(root: Path) -> list[str]:
-    """Pages that must run alone, in reading order: every chapter, and the quickstart's spike."""
-    return [page for page in toc_order(root) if page.startswith("nbs/") or page == QUICKSTART]
+    """Pages that must run alone, in reading order: every chapter, and the spikes that open alone."""
+    return [page for page in toc_order(root) if page.startswith("nbs/") or page in ALONE]
 
 
 LONE = {"lone_chapters_run": "lone.json"} | {

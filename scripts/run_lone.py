@@ -1,11 +1,11 @@
 """Run pages as Colab and Kaggle do: a lone notebook in an empty folder, a kernel in which only the launch
 cell installs.
 
-`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spike 006 that way (`make lone`); names pick
-pages (`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes the
-network's place through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#| gpu` are
-left out, as `nbdev_test` leaves them out. With `--fork` third-party modules that Colab preinstalls, and TRL,
-are imported once for many pages; of each environment the first page starts from nothing.
+`python scripts/run_lone.py` runs every chapter of `_toc.yml` and spikes 006 and 013 that way (`make lone`);
+names pick pages (`03_divergence 006`), `--python` another interpreter. The archive of the working tree takes
+the network's place through `COMPOSER_NB_ARCHIVE`; nothing else is replaced. Cells with `#| slow` or `#| gpu`
+are left out, as `nbdev_test` leaves them out. With `--fork` third-party modules that Colab preinstalls, and
+TRL, are imported once for many pages; of each environment the first page starts from nothing.
 
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
 same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
@@ -34,7 +34,7 @@ from pathlib import Path
 import nbformat
 from jupyter_client.manager import KernelManager
 from launch import LAUNCH_MARK, ROOT, add_launch_cell, extras, is_launch_cell, version
-from measure_house import QUICKSTART as SPIKE
+from measure_house import ALONE as SPIKES
 from measure_house import lone_pages
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -101,7 +101,7 @@ def prepare(page: str, root: Path) -> Job:
         if cell.cell_type != "code"
         or not (LEFT_OUT.search(cell.source) or "skip-execution" in cell.metadata.get("tags", []))
     ]  # fmt: skip
-    if page == SPIKE:
+    if page in SPIKES:
         place = next(i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", []))
         settings = "\n".join(f"{name} = {value}" for name, value in SMOKE.items())
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(settings))

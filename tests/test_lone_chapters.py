@@ -453,7 +453,7 @@ def test_stale_launch_cells_are_found_and_written(tmp_path: Path) -> None:
 def test_a_visible_launch_cell_of_a_spike_stays_visible_and_in_its_place() -> None:
     old = "import os\nif 'KAGGLE_KERNEL_RUN_TYPE' in os.environ:\n    !git clone -q --depth 1 https://x"
     notebook = page("smoke = False", old, "import torch")
-    launch.add_launch_cell(notebook, ROOT / f"{run_lone.SPIKE}.ipynb")
+    launch.add_launch_cell(notebook, ROOT / f"{run_lone.SPIKES[0]}.ipynb")
     assert [launch.is_launch_cell(c) for c in notebook.cells] == [False, False, True, False]
     assert not notebook.cells[2].source.startswith("#| hide")
 
@@ -464,7 +464,8 @@ def test_slow_and_gpu_cells_are_left_out_and_the_spike_smokes(prepared: dict[str
     )
     assert not run_lone.LEFT_OUT.search(sources)
     assert run_lone.LEFT_OUT.search("#| slow\n1") and run_lone.LEFT_OUT.search("#|gpu\n1")
-    assert any(c.source.startswith("smoke = True") for c in prepared[run_lone.SPIKE].notebook.cells)
+    for spike in run_lone.SPIKES:
+        assert any(c.source.startswith("smoke = True") for c in prepared[spike].notebook.cells)
 
 
 def test_workers_share_pages_by_extras_and_take_each_once() -> None:
