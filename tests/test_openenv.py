@@ -581,6 +581,13 @@ def test_an_unknown_family_is_named(tmp_path):
     assert said.exit_code == 0 and (tmp_path / "p" / "openenv.yaml").exists()
 
 
+def test_a_server_that_is_late_is_not_left_behind():
+    late = EpisodeServer()
+    with pytest.raises(TimeoutError, match="no server within 0 s; exit code None"):
+        late.start(seconds=0)
+    assert late.process.poll() is not None
+
+
 def test_serving_needs_no_torch(package):
     _, torch, _ = package
     assert torch is False

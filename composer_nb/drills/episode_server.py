@@ -47,7 +47,7 @@ class EpisodeServer:
         self.kill()
 
     def start(self, seconds: float = 60) -> None:
-        """Raises TimeoutError where it does not answer in time, with its exit code."""
+        """Raises TimeoutError where it does not answer in time, with its exit code; no process is left then."""
         words = [
             sys.executable,
             "-c",
@@ -68,9 +68,11 @@ class EpisodeServer:
                     return
             except httpx.TransportError:
                 time.sleep(0.1)
+        code = self.process.poll()
+        self.kill()
         said.seek(0)
         why = said.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise TimeoutError(f"no server within {seconds} s; exit code {self.process.poll()}; {why}")
+        raise TimeoutError(f"no server within {seconds} s; exit code {code}; {why}")
 
     def kill(self) -> None:
         """SIGKILL, as a machine that is gone."""
