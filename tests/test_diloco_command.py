@@ -28,11 +28,12 @@ from waiting import together, until
 from composer_nb.cli import app
 from composer_nb.diloco.drift import DriftRow, drift, drift_of, split_walks
 from composer_nb.diloco.export import state_at
+from composer_nb.diloco.membership import DuplicateRank
 from composer_nb.diloco.outer_loop import OuterLoop, make_diloco_outer_loop
 from composer_nb.diloco.overview import Lookout, RunView, open_log
 from composer_nb.diloco.records import RendezvousError
 from composer_nb.diloco.store import Bucket, open_bucket
-from composer_nb.diloco.upkeep import go_back, plan_sweep
+from composer_nb.diloco.upkeep import go_back, plan_back, plan_sweep
 from composer_nb.drills.broken_runs import DAMAGE
 
 SHORT = 0.4  # a lease that the command waits out where nobody lives any more
@@ -471,10 +472,28 @@ def test_nobody_is_taken_back_behind_his_back(world):
         go_back(bucket, view, 3)
     with pytest.raises(ValueError, match="there is no round 9"):
         go_back(bucket, RunView(**view.__dict__ | {"faults": ("something",)}), 9)
-    seats[1].tick()  # a stopped process wakes when it has been looked for
     world.enter(5)
-    with pytest.raises(RendezvousError, match="rank 5 came in while the run was taken back"):
+    before = content(bucket)
+    with pytest.raises(RendezvousError, match="rank 5 came in since the run was looked at"):
         go_back(bucket, view, 1)
+    assert content(bucket) == before
+
+
+def test_a_replica_that_wakes_after_its_run_was_taken_back_is_told_to_stop(world):
+    seats = [world.enter(rank) for rank in range(2)]
+    for _ in range(3):
+        world.round(*seats)
+    world.awake = []
+    world.sleep(2 * LEASE)
+    bucket, view = seats[0].bucket, settled(world)
+    planned, _ = plan_back(bucket, view, 1)
+    seats[1].heartbeat.beat()  # a stopped process wakes when it has been looked for
+    assert go_back(bucket, view, 1, planned).digest == planned.digest
+    seats[1].tick()
+    with pytest.raises(DuplicateRank, match="rank 1 was taken over by generation 1"):
+        seats[1].poll(2)
+    again = [world.enter(rank) for rank in range(2)]
+    assert {rv.state.digest for rv in again} == {planned.digest} and world.round(*again).ranks == (0, 1)
 
 
 def test_what_the_dead_have_offered_is_not_taken_again(world):
@@ -535,8 +554,22 @@ def test_nothing_that_somebody_alive_needs_is_swept(world):
     assert {key[:15] for key in keys if key.startswith("rounds/")} == {"rounds/00000001"}
     log.bucket.put("payload/" + "1" * 64, b"an orphan")
     os.utime(Path(world.bucket._where) / "run" / "payload" / ("1" * 64), (1e9, 1e9))
-    assert "payload/" + "1" * 64 in plan_sweep(seats[0].bucket, view).removed
+    assert "payload/" + "1" * 64 not in plan_sweep(seats[0].bucket, view).removed  # it may be on its way
     slow.state = states[4]
+    world.look()
+    world.awake = []
+    world.sleep(2 * LEASE)
+    assert "payload/" + "1" * 64 in plan_sweep(seats[0].bucket, settled(world)).removed
+
+
+def test_nothing_is_swept_while_something_does_not_fit(world):
+    seats = [world.enter(rank) for rank in range(2)]
+    for _ in range(3):
+        world.round(*seats)
+    log = seats[0].log
+    log.bucket.delete(log.record(3).update.ref.key)
+    with pytest.raises(RendezvousError, match="round 3: its average is gone.*roll the run back first"):
+        plan_sweep(seats[0].bucket, settled(world))
 
 
 # --- what is refused ----------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ def roll_back(
     uri: Uri, to: Annotated[int, typer.Option(min=0, help="the round that the run goes back to")],
     yes: Yes = False, run_id: RunId = "diloco", lease_s: Lease = 10.0, endpoint_url: Endpoint = "",
 ) -> None:
-    "Take a run in which nobody lives back to an earlier round; later records are kept in quarantine/."
+    "Take a run in which nobody lives back to an earlier round; later records can be read in quarantine/."
     from composer_nb.diloco.overview import look
     from composer_nb.diloco.upkeep import check_can_go_back, go_back, plan_back
 
@@ -326,11 +326,11 @@ def roll_back(
     typer.echo(f"from round {view.committed} to round {to}, state {state.digest[:12]}; what goes:")
     _tell(change)
     kept = sum(key.startswith("quarantine/") for key in change.written)
-    typer.echo(f"of these, records and their copies ({_objects(kept)}) are kept in quarantine/")
+    typer.echo(f"of these, records and their copies ({_objects(kept)}) can be read in quarantine/, no way back")
     if not yes:
         typer.echo("Nothing was changed: add --yes to do it.")
         return
-    done = go_back(_open(uri, run_id, endpoint_url, writes=True), view, to)
+    done = go_back(_open(uri, run_id, endpoint_url, writes=True), view, to, state)
     typer.echo(f"The run stands at round {done.round}; replicas that start now go on from there.")
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-sweep

@@ -5,20 +5,21 @@
 # %% ../../nbs/scaling_out/64_upkeep.ipynb #upk-import
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from .export import state_at
-from .membership import Member, newest_generations, read_heartbeat
-from .overview import RunView, open_log
+from .membership import Member, heartbeat_key, newest_generations, read_heartbeat
+from .overview import MemberRow, RunView, open_log
 from .participant import rewind
 from .records import RendezvousError, State
 from .run_log import sweep_log
 from .store import Bucket, DryBucket, Entry
 
 # %% auto #0
-__all__ = ['Change', 'change_of', 'plan_sweep', 'carry_out', 'check_can_go_back', 'go_back', 'plan_back']
+__all__ = ['Change', 'change_of', 'plan_sweep', 'carry_out', 'check_can_go_back', 'go_back', 'plan_back', 'fence']
 
 # %% ../../nbs/scaling_out/64_upkeep.ipynb #upk-change
 @dataclass(frozen=True)
@@ -51,14 +52,18 @@ def change_of(trial: DryBucket, entries: Mapping[str, Entry]) -> Change:
 # %% ../../nbs/scaling_out/64_upkeep.ipynb #upk-sweep
 def plan_sweep(bucket: Bucket, view: RunView, orphan_s: float = 600.0) -> Change:
     """What nobody may need. `view` says who lives, `orphan_s` (seconds) how old a payload is that nothing
-    points to. Raises ValueError, RendezvousError, LostPayload."""
+    points to; while somebody lives none of those goes. Raises ValueError, LostPayload, and RendezvousError
+    where something does not fit: what seems not to be needed may be all that is left."""
     if not orphan_s > 0:
         raise ValueError(f"orphan_s is {orphan_s}: seconds, above 0")
+    if view.faults:
+        said = f"{view.faults[0]} ({len(view.faults)} in all)" if view.faults[1:] else view.faults[0]
+        raise RendezvousError(f"nothing is swept while something does not fit: {said}; roll the run back first")
     trial = bucket.dry()
     entries, log = trial.entries(), open_log(trial)
     live = [member.round for member in view.members if member.state == "alive"]
     times = {key: entry.at for key, entry in entries.items() if entry.at is not None}
-    first = {key: at for key, at in times.items() if key.startswith("payload/")}
+    first = {} if live else {key: at for key, at in times.items() if key.startswith("payload/")}
     sweep_log(log, live, first, max(times.values(), default=0.0), orphan_s)
     return change_of(trial, entries)
 
@@ -79,22 +84,31 @@ def check_can_go_back(view: RunView, round: int) -> None:
         raise ValueError(f"the run stands at round {view.committed}: give an earlier one than that")
 
 
-def go_back(bucket: Bucket, view: RunView, round: int) -> State:
-    """Take a run in which nobody lives back to `round`; the state it has then, which is held to its digest.
+def go_back(bucket: Bucket, view: RunView, round: int, state: State | None = None) -> State:
+    """Take a run in which nobody lives back to `round`; the state it has then (`state`, where `plan_back` has
+    made it already), which is held to its digest.
 
-    Raises as `check_can_go_back` and `state_at` do, before anything is changed; and RendezvousError where
-    somebody joined meanwhile.
+    Who fell silent loses his rank first: should he wake, he is told to stop at his next look. Raises as
+    `check_can_go_back` and `state_at` do, and RendezvousError where somebody came in since the look, before
+    anything is changed; and RendezvousError where somebody came in or wrote a round meanwhile.
     """
     check_can_go_back(view, round)
-    state = state_at(open_log(bucket.dry()), round)
+    state = state_at(open_log(bucket.dry()), round) if state is None else state
+    if joined := _newcomers(bucket, view.members):
+        said = f"rank {joined[0]} came in since the run was looked at"
+        raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and try again")
+    members = fence(bucket, view, round)
     dead = [
         Member(row.rank, False, row.age_s, row.round, row.step, row.phase, row.generation)
         for row in view.members
-    ]
+    ]  # under the generations that they had
     author, why = f"operator.{uuid.uuid4().hex}", f"taken back from round {view.committed} by an operator"
     rewind(open_log(bucket), state, dead, author=author, why=why, keep_offers=False)
-    if joined := _newcomers(bucket, view, round):
+    if joined := _newcomers(bucket, members):
         said = f"rank {joined[0]} came in while the run was taken back to round {round}"
+        raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and do it again")
+    if open_log(bucket.dry()).rounds.look(round + 1)[0]:
+        said = f"round {round + 1} was written while the run was taken back"
         raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and do it again")
     return state
 
@@ -106,12 +120,27 @@ def plan_back(bucket: Bucket, view: RunView, round: int) -> tuple[State, Change]
     return go_back(trial, view, round), change_of(trial, entries)
 
 
-def _newcomers(bucket: Bucket, view: RunView, round: int) -> list[int]:
-    "Ranks of processes that the view does not know, or that stand beyond a round: they write again."
-    known = {member.rank: (member.generation, member.phase) for member in view.members}
-    found = []
+def fence(bucket: Bucket, view: RunView, round: int) -> list[MemberRow]:
+    """Take the ranks of those who fell silent, as a process at `round` that has left; the members as they
+    stand then. Raises RendezvousError where one of the ranks was taken meanwhile."""
+    members = []
+    for row in view.members:
+        if row.state == "silent":
+            row = replace(row, generation=row.generation + 1, phase="left", state="left", round=round)
+            body = {"rank": row.rank, "generation": row.generation, "nonce": uuid.uuid4().hex, "counter": 0}
+            body |= {"round": round, "step": row.step, "phase": "left", "needs": None}
+            if not bucket.put_if_absent(heartbeat_key(row.rank, row.generation), json.dumps(body).encode()):
+                said = f"rank {row.rank} came in since the run was looked at"
+                raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and try again")
+        members.append(row)
+    return members
+
+
+def _newcomers(bucket: Bucket, members: Iterable[MemberRow]) -> list[int]:
+    "Ranks that have another process than these members, or one in another phase."
+    known, found = {member.rank: (member.generation, member.phase) for member in members}, []
     for rank, generation in newest_generations(bucket).items():
         body = read_heartbeat(bucket, rank, generation)
-        if body is not None and (known.get(rank) != (generation, body["phase"]) or body["round"] > round):
+        if body is not None and known.get(rank) != (generation, body["phase"]):
             found.append(rank)
     return found
