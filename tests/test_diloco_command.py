@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 from waiting import together, until
 
 from composer_nb.cli import app
+from composer_nb.diloco.command import changes
 from composer_nb.diloco.drift import DriftRow, drift, drift_of, split_walks
 from composer_nb.diloco.export import state_at
 from composer_nb.diloco.membership import DuplicateRank
@@ -509,6 +511,14 @@ def test_what_the_dead_have_offered_is_not_taken_again(world):
     assert {rv.state.digest for rv in again} == {state.digest}
     assert world.round(*again).ranks == (0, 1) and again[0].state.round == 2
     assert again[0].state.digest == again[1].state.digest
+
+
+@given(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_a_later_look_tells_of_every_roll_back_since(first, more):
+    empty = RunView({}, 9, (), (), (), (), (), 0, ())
+    before, after = (replace(empty, rolled_back=tuple(sorted(many))) for many in (first, first + more))
+    assert list(changes(before, after)) == [f"the run was rolled back to round {n}" for n in sorted(more)]
 
 
 # --- sweeping -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -148,8 +149,6 @@ def status(
     bucket = _open(uri, run_id, endpoint_url)
     view = look(bucket, lease_s=lease_s, last=last)
     replayed, view = _replayed(bucket, view) if verify else (None, view)
-    if plot is not None:
-        _plot(bucket, view, plot)
     if as_json:
         told = {"alive": view.alive, "finished": view.finished, "healthy": view.healthy}
         typer.echo(json.dumps(asdict(view) | told | {"replayed": replayed}, indent=1))
@@ -160,6 +159,8 @@ def status(
         typer.echo(f"replayed up to round {replayed}: every digest fits")
     for fault in view.faults:
         typer.echo(fault, err=True)
+    if plot is not None:
+        _plot(bucket, view, plot)
     if not view.healthy:
         raise typer.Exit(LEFT)
 
@@ -197,7 +198,7 @@ def _plot(bucket: Bucket, view: RunView, path: Path) -> None:
 def changes(before: RunView, after: RunView) -> Iterator[str]:
     "What happened between two looks, a line each."
     yield from _member_changes(before, after)
-    for round in after.rolled_back[len(before.rolled_back) :]:
+    for round in sorted((Counter(after.rolled_back) - Counter(before.rolled_back)).elements()):
         yield f"the run was rolled back to round {round}"
     seen = {_identity(row) for row in before.rounds}
     for row in after.rounds:

@@ -150,9 +150,9 @@ def export_weights(
     log = open_log(bucket.dry())
     shell = load_shell(model, {getattr(torch, kind) for _, kind in log.spec.values()})
     check_fit(shell, {name: shape for name, (shape, _) in log.spec.items()}, keep_others=keep_others)
-    state = state_at(log, round)
-    listed = keys_by_round(log.rounds).items()
+    listed = keys_by_round(log.rounds).items()  # first: rounds that are closed from now on are no fault
     closed = [number for number, keys in listed if log.rounds.look(number, keys)[0]]
+    state = state_at(log, round)
     load_params(shell, state.params, keep_others=keep_others)
     shell = shell if dtype is None else shell.to(getattr(torch, dtype))
     count, kind = sum(value.numel() for value in shell.parameters()), str(shell.dtype).removeprefix("torch.")
