@@ -578,7 +578,7 @@ def test_nothing_is_swept_while_something_does_not_fit(world):
         world.round(*seats)
     log = seats[0].log
     log.bucket.delete(log.record(3).update.ref.key)
-    with pytest.raises(RendezvousError, match="round 3: its average is gone.*roll the run back first"):
+    with pytest.raises(RendezvousError, match="round 3: its average is gone.*roll back first"):
         plan_sweep(seats[0].bucket, settled(world))
 
 

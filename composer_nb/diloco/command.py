@@ -327,7 +327,7 @@ def roll_back(
     typer.echo(f"from round {view.committed} to round {to}, state {state.digest[:12]}; what goes:")
     _tell(change)
     kept = sum(key.startswith("quarantine/") for key in change.written)
-    typer.echo(f"of these, records and their copies ({_objects(kept)}) can be read in quarantine/, no way back")
+    typer.echo(f"of these, records and their copies ({_objects(kept)}) can be read in quarantine/")
     if not yes:
         typer.echo("Nothing was changed: add --yes to do it.")
         return

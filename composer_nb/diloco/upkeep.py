@@ -58,7 +58,7 @@ def plan_sweep(bucket: Bucket, view: RunView, orphan_s: float = 600.0) -> Change
         raise ValueError(f"orphan_s is {orphan_s}: seconds, above 0")
     if view.faults:
         said = f"{view.faults[0]} ({len(view.faults)} in all)" if view.faults[1:] else view.faults[0]
-        raise RendezvousError(f"nothing is swept while something does not fit: {said}; roll the run back first")
+        raise RendezvousError(f"nothing is swept while something does not fit: {said}; roll back first")
     trial = bucket.dry()
     entries, log = trial.entries(), open_log(trial)
     live = [member.round for member in view.members if member.state == "alive"]
