@@ -130,7 +130,8 @@ def test_each_loss_is_noticed_and_named(there: SimpleNamespace) -> None:
         (1, "generator_0"), (2, "rewarder"), (3, "teacher_1"), (4, "generator_0")
     ]  # fmt: skip
     said = [i.error for report in reports for i in report.incidents]
-    noticed = ("Killed(sig=9)", "likely crashed", f"no answer in {PATIENCE:g} s")  # the last on a busy machine
+    # The last of them on a busy machine.
+    noticed = ("Killed(sig=9)", "likely crashed", f"no answer in {PATIENCE:g} s")
     assert all(any(word in one for word in noticed) for one in said[:3]), said
     assert any(word in said[3] for word in noticed[1:])  # our patience ends, or Monarch's
     meshes = {mesh.rpartition("-")[0] for mesh in there.told["lost"]["failures"]}
