@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from waiting import together, until
 
 from composer_nb.cli import app
+from composer_nb.diloco import upkeep
 from composer_nb.diloco.command import changes
 from composer_nb.diloco.drift import DriftRow, drift, drift_of, split_walks
 from composer_nb.diloco.export import state_at
@@ -496,6 +497,23 @@ def test_a_replica_that_wakes_after_its_run_was_taken_back_is_told_to_stop(world
         seats[1].poll(2)
     again = [world.enter(rank) for rank in range(2)]
     assert {rv.state.digest for rv in again} == {planned.digest} and world.round(*again).ranks == (0, 1)
+
+
+def test_what_is_written_while_a_run_is_taken_back_is_told(world, monkeypatch):
+    seats = [world.enter(rank) for rank in range(2)]
+    for _ in range(3):
+        world.round(*seats)
+    world.awake = []
+    world.sleep(2 * LEASE)
+    view, real = settled(world), upkeep.rewind
+
+    def rewind(*args, **options):
+        real(*args, **options)
+        offer(seats[1], 4)  # it wakes, and has not looked yet
+
+    monkeypatch.setattr(upkeep, "rewind", rewind)
+    with pytest.raises(RendezvousError, match="round 4 was written to while the run was taken back"):
+        go_back(seats[0].bucket, view, 1)
 
 
 def test_what_the_dead_have_offered_is_not_taken_again(world):

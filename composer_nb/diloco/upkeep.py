@@ -15,7 +15,7 @@ from .membership import Member, heartbeat_key, newest_generations, read_heartbea
 from .overview import MemberRow, RunView, open_log
 from .participant import rewind
 from .records import RendezvousError, State
-from .run_log import sweep_log
+from .run_log import keys_by_round, sweep_log
 from .store import Bucket, DryBucket, Entry
 
 # %% auto #0
@@ -90,7 +90,7 @@ def go_back(bucket: Bucket, view: RunView, round: int, state: State | None = Non
 
     Who fell silent loses his rank first: should he wake, he is told to stop at his next look. Raises as
     `check_can_go_back` and `state_at` do, and RendezvousError where somebody came in since the look, before
-    anything is changed; and RendezvousError where somebody came in or wrote a round meanwhile.
+    any round is changed; and RendezvousError where somebody came in or wrote to a round meanwhile.
     """
     check_can_go_back(view, round)
     state = state_at(open_log(bucket.dry()), round) if state is None else state
@@ -107,8 +107,8 @@ def go_back(bucket: Bucket, view: RunView, round: int, state: State | None = Non
     if joined := _newcomers(bucket, members):
         said = f"rank {joined[0]} came in while the run was taken back to round {round}"
         raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and do it again")
-    if open_log(bucket.dry()).rounds.look(round + 1)[0]:
-        said = f"round {round + 1} was written while the run was taken back"
+    if late := [number for number in keys_by_round(open_log(bucket.dry()).rounds) if number > round]:
+        said = f"round {max(late)} was written to while the run was taken back"
         raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and do it again")
     return state
 
