@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from .few_rows import turning_few_rows
 from .prefixes import can_continue, continuations, continues_exactly
 from .sharing import MIN_SAVING, grouped_states, paying_plan
 from .states import cache_keyword, cache_of, causal_lm, recomputes
@@ -248,7 +249,8 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
     """Inside, calls of the model compute each prefix that rows have in common once; the states are the same
     up to rounding.
 
-    Scoring passes share any prefix, `generate` shares whole prompts. A call that cannot share runs as always.
+    Scoring passes share any prefix, `generate` shares whole prompts and turns products of few rows. A call
+    that cannot share runs as always.
     """
     body, calls = causal_lm(model).base_model, SharedCalls()
     patched, own = body.__dict__.get("forward"), body.forward
@@ -262,7 +264,8 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
 
     body.forward = forward
     try:
-        yield calls
+        with turning_few_rows(model):
+            yield calls
     finally:
         if patched is None:
             del body.forward
