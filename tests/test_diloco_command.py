@@ -516,6 +516,26 @@ def test_what_is_written_while_a_run_is_taken_back_is_told(world, monkeypatch):
         go_back(seats[0].bucket, view, 1)
 
 
+def test_what_a_replica_offers_before_it_looks_is_not_averaged_into_another_history(world):
+    """It slept through the way back, wakes when the run has come to its round again, and offers at once."""
+    seats = [world.enter(rank) for rank in range(2)]
+    for _ in range(3):
+        world.round(*seats)
+    world.awake = []
+    world.sleep(2 * LEASE)
+    go_back(seats[0].bucket, settled(world), 1)
+    again = world.enter(0)
+    for _ in range(2):
+        assert world.round(again).ranks == (0,)
+    assert seats[1].state.round == again.state.round == 3 and seats[1].state.head != again.state.head
+    assert offer(seats[1], 4)  # it has not looked yet
+    record = world.round(again)
+    assert record.ranks == (0,) and "the run was rolled back since" in record.refused[1]
+    with pytest.raises(DuplicateRank):
+        seats[1].tick()
+        seats[1].poll(4)
+
+
 def test_what_the_dead_have_offered_is_not_taken_again(world):
     """A round that was closed by three and taken back is closed by the two that start again."""
     seats = [world.enter(rank) for rank in range(3)]

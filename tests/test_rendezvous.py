@@ -337,6 +337,30 @@ def test_late_offers(world, late):
     assert same(seats[0].state, seats[1].state)
 
 
+@pytest.mark.parametrize("record_of_base", ["there", "gone", "another"])
+def test_who_came_later_takes_a_late_offer_of_its_own_history(world, record_of_base):
+    """The closer joined from a snapshot of round 3 and has never stood at round 2, where the offer began."""
+    config = RunConfig(late="carry")
+    seats = [world.enter(rank, config=config) for rank in range(2)]
+    for _ in range(3):
+        world.round(*seats)
+    late = world.enter(2, config=config)
+    assert late.state.round == 3 and 2 not in late.heads and same(late.state, seats[0].state)
+    assert offer(seats[1], 4, base=2)
+    for key in late.log.rounds.record_keys(2) if record_of_base == "gone" else ():
+        late.bucket.delete(key)
+    if record_of_base == "another":
+        forged = offered_by(late, 4, 1).to_dict() | {"head": seats[1].heads[1]}
+        late.bucket.put("rounds/00000004/offers/00001.json", json.dumps(forged).encode())
+    world.awake = [late]
+    world.sleep(2 * LEASE)
+    offer(late, 4)
+    record = late.poll(4)
+    assert record.ranks == ((1, 2) if record_of_base == "there" else (2,))
+    said = {"there": [], "gone": ["which is gone"], "another": ["of round 2, which is"]}[record_of_base]
+    assert len(record.refused) == len(said) and all(words in record.refused[1] for words in said)
+
+
 @pytest.mark.parametrize("rounds", [1, 3, 4, 8])
 def test_a_rejoiner_has_the_bits_of_the_others(world, rounds):
     seats = [world.enter(rank, config=RunConfig(n_fragments=2)) for rank in range(2)]
@@ -457,6 +481,8 @@ def test_compressed_in_another_order_than_the_others_read(world):
         {"ref": {"sha256": "x", "size": 0, "spec": {}}},
         {"ref": {"sha256": "0" * 64, "size": 9, "spec": {k: [list(s), d] for k, (s, d) in SPEC.items()}}},
         {"meta": {"kind": "int8"}},
+        {"head": 3},
+        {"head": "0" * 64},
     ],
 )
 def test_an_offer_that_makes_no_sense_is_refused(world, forged):

@@ -44,13 +44,30 @@ from .store import Bucket, BucketError, KeyNotFound, open_bucket
 from .update import read_update
 
 # %% auto #0
-__all__ = ['Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run', 'keep_snapshots',
-           'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back', 'rewind', 'set_aside',
-           'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after', 'Follower', 'RunMember',
-           'join_run', 'begin_run']
+__all__ = ['KEPT_HEADS', 'Standing', 'Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run',
+           'keep_snapshots', 'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back',
+           'rewind', 'set_aside', 'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after',
+           'Follower', 'RunMember', 'join_run', 'begin_run']
+
+# %% ../../nbs/scaling_out/19_participant.ipynb #standing
+KEPT_HEADS = 1024  # rounds of which a participant knows under which record it stood
+
+
+class Standing:
+    "A state, and the digests of the records under which it has stood, by round."
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, before = state, vars(self).get("heads", {})
+        kept = {round: head for round, head in before.items() if round > state.round - KEPT_HEADS}
+        self.heads: dict[int, str] = kept | {state.round: state.head}
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #e49e1f50
-class Participant:
+class Participant(Standing):
     "A replica in a run: its options, the run's log, its members, and the state that all hold in common."
 
     def __init__(

@@ -78,7 +78,7 @@ class Mismatch(RendezvousError):
         return type(self), (self.field, self.ours, self.theirs, self.remedy)
 
 # %% ../../nbs/scaling_out/15_records.ipynb #e257b962
-_FORMAT = 3
+_FORMAT = 4
 _REMEDIES = {
     "format": "use a release of composer_nb that writes this format, or another run_id",
     "code": "install the same version of composer_nb on every replica, or use another run_id",
@@ -114,8 +114,8 @@ _PLAIN = ("rank", "generation", "base", "tokens", "steps")
 
 @dataclass(frozen=True)
 class Offer:
-    """One replica's part in a round. `base` is the round whose parameters it started from, `meta` belongs
-    to the compression, `weight` is set by the record that takes it."""
+    """One replica's part in a round. `base` is the round whose parameters it started from, `head` the digest
+    of its record; `meta` belongs to the compression, `weight` is set by the record that takes it."""
 
     rank: int
     generation: int
@@ -125,11 +125,13 @@ class Offer:
     ref: PayloadRef
     meta: Mapping[str, Any] | None = None
     weight: float = 0.0
+    head: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         "Plain values for JSON."
         plain = {name: getattr(self, name) for name in _PLAIN}
-        return {**plain, "ref": self.ref.to_dict(), "meta": self.meta, "weight": self.weight}
+        rest = {"meta": self.meta, "weight": self.weight, "head": self.head}
+        return plain | rest | {"ref": self.ref.to_dict()}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Offer:
@@ -139,11 +141,10 @@ class Offer:
             counts = all(type(value) is int and 0 <= value < 2**53 for value in plain.values())
             if not counts or not 0 <= found["weight"] < math.inf:
                 raise ValueError(f"no offer: {plain}, weight {found['weight']!r}")
-            if not isinstance(found["meta"], dict | None):
-                raise ValueError(f"no offer: meta is {type(found['meta']).__name__}")
-            return cls(
-                **plain, ref=PayloadRef.from_dict(found["ref"]), meta=found["meta"], weight=found["weight"]
-            )
+            rest = {name: found[name] for name in ("meta", "weight", "head")}
+            if not isinstance(rest["meta"], dict | None) or not isinstance(rest["head"], str):
+                raise ValueError(f"no offer: meta is {type(rest['meta']).__name__}, head {rest['head']!r:.9}")
+            return cls(**plain, ref=PayloadRef.from_dict(found["ref"]), **rest)
         except (KeyError, TypeError) as error:
             raise ValueError(f"no offer: {type(error).__name__} {error}") from error
 

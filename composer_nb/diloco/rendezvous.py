@@ -23,8 +23,8 @@ from .store import KeyNotFound
 from .update import close_with
 
 # %% auto #0
-__all__ = ['weigh', 'close_round', 'checked_offers', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work', 'offer_tensors',
-           'wait_for_record']
+__all__ = ['weigh', 'check_begun', 'close_round', 'checked_offers', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work',
+           'offer_tensors', 'wait_for_record']
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #29770772
 def weigh(part: Offer, round: int, config: RunConfig) -> Offer:
@@ -38,6 +38,18 @@ def weigh(part: Offer, round: int, config: RunConfig) -> Offer:
     if config.late == "weight":
         weight *= age_weight(age, "inverse", rate=config.lam)
     return replace(part, weight=weight)
+
+# %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-begun
+def check_begun(own: Participant, part: Offer) -> None:
+    "Raises ValueError for an offer that began under another record than the run has for that round."
+    head = own.heads.get(part.base) if part.base else ""
+    if head is None:  # from before this participant came: the log may have it
+        record = own.log.record(part.base)
+        head = None if record is None else record.digest
+    if head != part.head:
+        here = "is gone" if head is None else f"is {head[:8]} here"
+        said = f"it began under record {part.head[:8] or '(none)'} of round {part.base}, which {here}"
+        raise ValueError(f"{said}: the run was rolled back since, or that record was swept")
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-close
 def close_round(own: Participant, round: int, offered: list[int]) -> Record | None:
@@ -65,10 +77,11 @@ def checked_offers(
     for rank in offered:
         try:
             part = weigh(own.log.offer(round, rank), round, own.config)
+            check_begun(own, part)
             if part.ref.sha256 not in own.held:
                 own.held[part.ref.sha256] = own.log.fetch(part, round)
             parts.append(part)
-        except (DamagedPayload, KeyNotFound, ValueError) as error:
+        except (DamagedPayload, LostPayload, KeyNotFound, ValueError) as error:
             refused[rank] = str(error)
     return tuple(parts), refused
 
@@ -179,7 +192,8 @@ def offer_tensors(
             raise RendezvousError("the run has not begun: call start(params) before offering")
         unsent = PayloadRef("0" * 64, 0, {})
         part = Offer(
-            own.rank, own.heartbeat.generation, work.base, int(work.tokens), int(work.steps), unsent, meta
+            own.rank, own.heartbeat.generation, work.base, int(work.tokens), int(work.steps), unsent, meta,
+            head=own.heads.get(work.base, ""),
         )
         ref = own.patience.until(lambda: put_offer(own, round, payload, part))
         if ref is not None:  # what we sent we need not fetch
