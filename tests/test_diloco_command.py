@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_server import inside, s3_client, s3_options  # noqa: F401
-from test_rendezvous import LEASE, World, delta, offer
+from test_rendezvous import LEASE, START, World, delta, offer
 from tiny import model as tiny_model
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -514,6 +514,19 @@ def test_what_is_written_while_a_run_is_taken_back_is_told(world, monkeypatch):
     monkeypatch.setattr(upkeep, "rewind", rewind)
     with pytest.raises(RendezvousError, match="round 4 was written to while the run was taken back"):
         go_back(seats[0].bucket, view, 1)
+
+
+def test_a_run_that_nobody_has_begun_yet_is_not_called_damaged(world):
+    seat = world.seat(0)
+    seat.join()
+    world.awake.append(seat)
+    waiting = settled(world)
+    assert waiting.faults == () and waiting.committed == 0 and not waiting.snapshots
+    seat.start(START)
+    world.round(seat)
+    for key in seat.bucket.list("snapshots/"):
+        seat.bucket.delete(key)
+    assert any("no snapshot is whole" in fault for fault in settled(world).faults)
 
 
 def test_what_a_replica_offers_before_it_looks_is_not_averaged_into_another_history(world):

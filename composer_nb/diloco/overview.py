@@ -313,7 +313,8 @@ def other_faults(view: RunView, closed: Collection[int]) -> Iterator[str]:
     gaps = sorted(set(range(min(closed, default=0), max(closed, default=0))) - set(closed))
     if gaps:
         yield f"no record of round {', '.join(map(str, gaps))} is there, though one of a later round is"
-    if not any(not row.fault for row in view.snapshots):
+    begun = bool(closed or view.snapshots) or any(member.round > 0 for member in view.members)
+    if begun and not any(not row.fault for row in view.snapshots):
         yield "no snapshot is whole: nobody can join, and nothing can be loaded"
     if beyond := [member for member in view.members if member.round > view.committed]:
         who = ", ".join(f"rank {member.rank} at round {member.round}" for member in beyond)
