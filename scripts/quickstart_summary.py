@@ -18,7 +18,8 @@ def summary(folder: Path) -> list[str]:
         f"{n} questions about functions that it never trained on.",
         f"After {figures['sampled_grpo']:.0f} sampled answers reward alone has brought that to "
         f"{figures['kept_grpo']:.0%} (exactly right: {figures['exact_grpo']:.0%}); after "
-        f"{figures['sampled_verified']:.0f}, of which {passed} of {tried} second tries under a hint passed, "
+        f"{figures['sampled_verified']:.0f}, of which {passed} of {tried} second tries under a hint were "
+        f"good enough to be learned, "
         f"verified hints to {figures['kept_verified']:.0%} (exactly right: {figures['exact_verified']:.0%}).",
         "One seed and a short run: it shows the idea at work; what is established stands in book/results.md.",
     ]
