@@ -22,7 +22,7 @@ from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.slurm import SlurmExecutor
-from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions, batch_script, read_queue
+from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions, ask, batch_script, read_queue
 
 QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
 SECRET = "sesame-open-1234"
@@ -489,6 +489,17 @@ def test_what_the_cluster_refuses(on_slurm, folder, wish, words):
     with pytest.raises(SlurmError, match="n_replicas=40.*MaxArraySize"):
         on_slurm.make(folder).launch_replicas(40, "prog:add", [1])
     assert list(folder.rglob("*.json")) == [] and made.events == []
+
+
+def test_a_command_that_cannot_be_run_or_has_no_cluster_names_the_remedy(tmp_path):
+    (tmp_path / "sbatch").write_text("not to be run")
+    with pytest.raises(SlurmError, match="nobody may run the program .*sbatch' here: run this on a machine"):
+        ask([str(tmp_path / "sbatch")], 5)
+    with pytest.raises(SlurmError, match="there is no program .*of-nowhere' here: run this on a machine"):
+        ask([str(tmp_path / "of-nowhere")], 5)
+    said = "squeue: error: DNS SRV lookup failed\nsqueue: fatal: Could not establish a configuration source"
+    with pytest.raises(SlurmError, match="DNS SRV lookup failed; .* configuration source: set SLURM_CONF"):
+        ask([sys.executable, "-c", f"raise SystemExit({said!r})"], 60)
 
 
 def test_wishes_that_make_no_sense_are_refused_before_slurm(tmp_path):

@@ -149,17 +149,7 @@ def read_exit(path: Path) -> int | None:
     return 128 - code if 128 < code <= 192 else code
 
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000015
-_KEPT = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "SLURM_CONF",
-    "SLURM_CLUSTERS",
-    "SLURM_JWT",
-)
+_KEPT = "PATH HOME USER LOGNAME LANG LD_LIBRARY_PATH SLURM_CONF SLURM_CLUSTERS SLURM_JWT".split()
 
 
 def command_env() -> dict[str, str]:
@@ -176,15 +166,18 @@ def ask(words: Sequence[str], limit_s: float, *, text: str | None = None) -> str
             words, input=text or "", capture_output=True, timeout=limit_s, env=command_env(),
             encoding="utf-8", errors="surrogateescape",
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError) as error:
+        why = "there is no program" if isinstance(error, FileNotFoundError) else "nobody may run the program"
         remedy = "run this on a machine of the cluster, or install Slurm's commands (Debian: slurm-client)"
-        raise SlurmError(f"there is no program {words[0]!r} here: {remedy}") from None
+        raise SlurmError(f"{why} {words[0]!r} here: {remedy}") from None
     except subprocess.TimeoutExpired:
         remedy = "see `scontrol ping`, or raise command_s"
         raise SlurmError(f"{words[0]} gave no answer within {limit_s:g} s: {remedy}") from None
     if done.returncode:
-        said = [line.partition("error: ")[2] or line for line in done.stderr.strip().splitlines()]
-        raise SlurmError(f"{words[0]}: {'; '.join(said) or f'exit code {done.returncode}'}")
+        said = "; ".join(line.partition("error: ")[2] or line for line in done.stderr.strip().splitlines())
+        lost = re.search("configuration (source|file)", said)
+        remedy = ": set SLURM_CONF, or run this on a machine of the cluster" if lost else ""
+        raise SlurmError(f"{words[0]}: {said or f'exit code {done.returncode}'}{remedy}")
     return done.stdout
 
 # %% ../../nbs/launching/05_slurm_commands.ipynb #sc000018
