@@ -134,21 +134,19 @@ class Start(HouseRules):
         return self.known[task[1]].reference(task[0])
 
 
-def hinted_start(
-    policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict, answers: int = 4, rate: float = 2e-5
-) -> list[float]:
+def hinted_start(policy: Any, tokenizer: Any, questions: Sequence[ToolQuestion], spec: dict) -> list[float]:
     """A start in which a share `start_hinted` of the answers, spread evenly, keeps a rule of `start_kinds` that the
     hint above it says; the others have no hint, and a share `start_share` of them keeps the rules that an arm has to
-    find. A step takes some `answers` at a learning `rate`. Cross entropy per token and step.
+    find. Cross entropy per token and step.
     """
     drawn, placer, losses = random.Random(0), Padding("right", tokenizer.pad_token_id), []
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-5, weight_decay=0.0)
     policy.eval()
-    hinted = spread(spec["start_hinted"], answers * spec["start_steps"])
+    hinted = spread(spec["start_hinted"], 4 * spec["start_steps"])
     bare = iter(spread(spec["start_share"], hinted.count(False)))
     plan = [(True, False) if one else (False, next(bare)) for one in hinted]
     for step in range(spec["start_steps"]):
-        rows = [told(tokenizer, drawn, questions, spec, *how) for how in plan[answers * step : answers * (step + 1)]]
+        rows = [told(tokenizer, drawn, questions, spec, *how) for how in plan[4 * step : 4 * step + 4]]
         loss, _ = verified_channel(policy, verified_rows(*zip(*rows), placer), LossConfig.preset("verified"))
         loss.backward()
         optimizer.step()
