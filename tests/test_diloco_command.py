@@ -482,12 +482,18 @@ def test_nobody_is_taken_back_behind_his_back(world):
     assert content(bucket) == before
 
 
-def test_a_replica_that_wakes_after_its_run_was_taken_back_is_told_to_stop(world):
+def two_that_sleep(world):
+    "Two replicas that closed three rounds and have been silent for two leases."
     seats = [world.enter(rank) for rank in range(2)]
     for _ in range(3):
         world.round(*seats)
     world.awake = []
     world.sleep(2 * LEASE)
+    return seats
+
+
+def test_a_replica_that_wakes_after_its_run_was_taken_back_is_told_to_stop(world):
+    seats = two_that_sleep(world)
     bucket, view = seats[0].bucket, settled(world)
     planned, _ = plan_back(bucket, view, 1)
     seats[1].heartbeat.beat()  # a stopped process wakes when it has been looked for
@@ -500,11 +506,7 @@ def test_a_replica_that_wakes_after_its_run_was_taken_back_is_told_to_stop(world
 
 
 def test_what_is_written_while_a_run_is_taken_back_is_told(world, monkeypatch):
-    seats = [world.enter(rank) for rank in range(2)]
-    for _ in range(3):
-        world.round(*seats)
-    world.awake = []
-    world.sleep(2 * LEASE)
+    seats = two_that_sleep(world)
     view, real = settled(world), upkeep.rewind
 
     def rewind(*args, **options):
@@ -531,11 +533,7 @@ def test_a_run_that_nobody_has_begun_yet_is_not_called_damaged(world):
 
 def test_what_a_replica_offers_before_it_looks_is_not_averaged_into_another_history(world):
     """It slept through the way back, wakes when the run has come to its round again, and offers at once."""
-    seats = [world.enter(rank) for rank in range(2)]
-    for _ in range(3):
-        world.round(*seats)
-    world.awake = []
-    world.sleep(2 * LEASE)
+    seats = two_that_sleep(world)
     go_back(seats[0].bucket, settled(world), 1)
     again = world.enter(0)
     for _ in range(2):
