@@ -102,7 +102,8 @@ def hinted_start(policy: Any, tokenizer: Any, tasks: Sequence[Any], spec: dict) 
     plan = spread(spec["start_hinted"], 4 * spec["start_steps"])
     for step in range(spec["start_steps"]):
         rows = [told(tokenizer, drawn, tasks, spec, hinted) for hinted in plan[4 * step : 4 * step + 4]]
-        loss, _ = verified_channel(policy, verified_rows(*zip(*rows), placer), LossConfig.preset("verified"))
+        batch = {name: value.to(policy.device) for name, value in verified_rows(*zip(*rows), placer).items()}
+        loss, _ = verified_channel(policy, batch, LossConfig.preset("verified"))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
