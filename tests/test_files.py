@@ -193,6 +193,13 @@ def test_a_number_is_a_number_only_where_the_schema_asks():
     assert LINES.read("tail -n 9999999999 a", tools()).kind == "bad_arguments"
 
 
+@pytest.mark.parametrize("name", sorted(tools()))
+def test_an_argument_that_a_tool_does_not_have_is_a_fault(name):
+    "Also of a tool that has none at all: a model writes what it likes."
+    fault = SURFACES["json"].read(json.dumps({"name": name, "arguments": {"colour": "red"}}), tools())
+    assert fault.kind == "bad_arguments" and '"colour" is no argument of it' in fault.text
+
+
 def test_a_whole_number_with_a_point_is_a_number():
     call = SURFACES["json"].read(
         '{"name": "tail", "arguments": {"file_name": "report.md", "lines": 1.0}}', tools()

@@ -222,7 +222,7 @@ def _object_problems(
     for name, item in value.items():
         if name in properties:
             yield from _problems(item, properties[name], quoted_name(name) + where)
-        elif closed and properties:
+        elif closed and ("properties" in schema or schema.get("additionalProperties") is False):
             yield f"{quoted_name(name)} is no argument of it{where}"
 
 # %% ../../nbs/data/21_error_sites.ipynb #c022-9c9a04

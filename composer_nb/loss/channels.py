@@ -310,16 +310,18 @@ def verified_channel(
 ) -> Channel:
     """Cross entropy (nats) of verified answers under their bare prompts: mean over tokens, or over sequences.
 
-    Reads `verified_input_ids`, `verified_attention_mask` and `verified_loss_mask`, each `B T`; rows without a
-    scored token cost nothing.
+    Reads `verified_input_ids`, `verified_attention_mask` and `verified_loss_mask`, each `B T`, wherever they
+    lie; rows without a scored token cost nothing.
     """
-    scored = inputs["verified_loss_mask"].bool().clone()
+    place = next(model.parameters()).device
+    names = ("input_ids", "attention_mask", "loss_mask")
+    ids, mask, told = (inputs[f"verified_{name}"].to(place) for name in names)
+    scored = told.bool().clone()
     scored[:, :1] = False  # nothing predicts the first token
     rows = scored.any(1)
     if not rows.any():
-        return torch.zeros((), device=scored.device), 0
-    ids, mask = inputs["verified_input_ids"][rows], inputs["verified_attention_mask"][rows]
-    scored = scored[rows]
+        return torch.zeros((), device=place), 0
+    ids, mask, scored = ids[rows], mask[rows], scored[rows]
     batch, token = scored.nonzero(as_tuple=True)
     read = shared_forward_pass(model, ids, mask, scored.int().argmax(1))
     logps = token_logprobs(read.logits(batch, token), ids[batch, token])
