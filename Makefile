@@ -19,7 +19,7 @@ QUICKSTART_PARAMETERS ?= -p started=$(STARTED)
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
-STAGES := install+system lint+sync+clean-check smoke+book lone+pytest
+STAGES := install+system lint+sync+clean-check smoke+book lone-share+pytest
 WORKERS ?= 3
 
 VENV_STAMP := $(VENV)/.stamp-venv
@@ -107,6 +107,10 @@ nbtest: $(DEV_STAMP) ## run every chapter
 lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, only its launch cell installs
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork
 
+.PHONY: lone-share
+lone-share: $(DEV_STAMP) model ## the same for pages whose code has changed since `lone`, and a fifth of the others
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork --share 5
+
 .PHONY: book
 book: $(DEV_STAMP) ## build the book with warnings as errors
 	@$(VENV)/bin/jupyter-book build --all -W -n --keep-going .
@@ -116,7 +120,7 @@ pytest: $(DEV_STAMP) model ## tests; in parity a skip is a failure, and nothing 
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_tests.py -n $(WORKERS) --dist loadfile --durations=40
 
 .PHONY: smoke
-smoke: $(DEV_STAMP) model ## every spike with smoke=True, some at a time, one thread each; 006 and 013 run in `lone`
+smoke: $(DEV_STAMP) model ## every spike with smoke=True, some at a time, one thread each; 006 runs in `lone`
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_smoke.py --workers $(WORKERS)
 
 ##@ Daily work

@@ -9,13 +9,16 @@ TRL, are imported once for many pages; of each environment the first page starts
 
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
 same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
-on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there or
-is not in it yet, and adds to it.
+on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there, is not in it yet or
+has other code by now, and adds to it. `--share 5` runs, of all pages, those whose code is not that of
+`book/lone.json`, and one in five of the others, drawn by the commit: `make test` does that at every commit,
+and `make lone` runs them all. A module's code is that of its chapter, so what a commit changes always runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -27,7 +30,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +46,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from composer_nb.wheelhouse import pack_book
 
 SMOKE = {"smoke": "True", "out": "'out'"}
+IN_FP32 = {"bf16": "False"}  # a processor without bf16 emulates it, ten minutes for two steps
 # Of what Colab and Kaggle preinstall: all that the package asks for and they have.
 PREINSTALLED = (
     "torch", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib", "peft", "ipykernel",
@@ -103,9 +108,39 @@ def prepare(page: str, root: Path) -> Job:
     ]  # fmt: skip
     if page in SPIKES:
         place = next(i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", []))
-        settings = "\n".join(f"{name} = {value}" for name, value in SMOKE.items())
+        asked = SMOKE | (IN_FP32 if "bf16:" in notebook.cells[place].source else {})
+        settings = "\n".join(f"{name} = {value}" for name, value in asked.items())
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(settings))
     return Job(page, notebook, needs)
+
+
+def code_id(page: str, root: Path) -> str:
+    """Twelve hex digits of a page's own code: no texts, no outputs, and no launch cell, which all have."""
+    notebook = nbformat.read(root / f"{page}.ipynb", as_version=4)
+    own = [c.source for c in notebook.cells if c.cell_type == "code" and not is_launch_cell(c)]
+    return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:12]
+
+
+def changed(ids: Mapping[str, str], kept: Mapping[str, object]) -> list[str]:
+    """Pages whose code is not that of a report's run; one that it has no id of counts as the same."""
+    had = kept.get("code", {})
+    return [page for page, one in ids.items() if page not in kept["ran"] or had.get(page, one) != one]
+
+
+def share_of(ids: Mapping[str, str], kept: Mapping[str, object], one_in: int, commit: str) -> list[str]:
+    """What changed, and one in so many of the other pages, another part with every commit."""
+    must = changed(ids, kept)
+    drawn = [page for page in ids if zlib.crc32(f"{commit} {page}".encode()) % one_in == 0]
+    return [page for page in ids if page in must or page in drawn]
+
+
+def commit_of(root: Path) -> str:
+    found = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        raise SystemExit("--share draws pages by the commit, and this is no git checkout: leave it out")
+    return found.stdout.strip()
 
 
 # --- environments ----------------------------------------------------------------------------------
@@ -500,10 +535,11 @@ def facts_of(python: Path | str, names: Sequence[str] = NAMED) -> dict[str, str]
 
 
 def report(
-    results: Sequence[Result], chapters: Sequence[str], facts: dict[str, str], before: dict | None = None
-) -> dict[str, object]:
+    results: Sequence[Result], chapters: Sequence[str], facts: dict[str, str], before: dict | None = None,
+    ids: Mapping[str, str] | None = None,
+) -> dict[str, object]:  # fmt: skip
     """What `book/lone.json` holds; with `before`, such a report, its pages that ran stand beside
-    those of now.
+    those of now. `ids` are of the code that ran.
     """
     done = {r.page: r for r in results}
     old = set(before["ran"]) if before else set()
@@ -514,20 +550,24 @@ def report(
     )
     ran = [p for p in every if (not done[p].reason if p in done else p in old)]
     failed = {p: done[p].reason if p in done else "was not reached" for p in every if p not in ran}
-    return {"python": facts["python"], "versions": facts, "chapters": every, "ran": ran, "failed": failed}
+    code = (before or {}).get("code", {}) | {p: one for p, one in (ids or {}).items() if p in done}
+    return {
+        "python": facts["python"], "versions": facts, "chapters": every, "ran": ran, "failed": failed,
+        "code": {p: code[p] for p in every if p in ran and p in code},
+    }  # fmt: skip
 
 
-def to_run_again(file: Path, python: str, every: Sequence[str]) -> tuple[dict, list[str]]:
-    """A report of this Python, without pages that are no more, and which of `every` page failed in it or are
-    new. Raises SystemExit, with what to do, where there are none, and for another Python.
+def to_run_again(file: Path, python: str, ids: Mapping[str, str]) -> tuple[dict, list[str]]:
+    """A report of this Python, without pages that are no more, and which pages failed in it, are new or have
+    other code. Raises SystemExit, with what to do, where there are none, and for another Python.
     """
     before = json.loads(file.read_text(encoding="utf-8"))
     if before["python"] != python:
         raise SystemExit(f"{file} is of Python {before['python']}, not {python}: name that one with --python")
-    kept = {name: [page for page in before[name] if page in every] for name in ("chapters", "ran")}
-    if not (pages := [page for page in every if page not in kept["ran"]]):
-        raise SystemExit(f"every page of {file} ran; leave out --again to run them all")
-    return before | kept, pages
+    kept = before | {name: [page for page in before[name] if page in ids] for name in ("chapters", "ran")}
+    if not (pages := changed(ids, kept)):
+        raise SystemExit(f"every page of {file} ran as it is; leave out --again to run them all")
+    return kept, pages
 
 
 def slowest(results: Sequence[Result], many: int) -> Iterator[str]:
@@ -544,7 +584,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", help="beginnings of file or folder names; without any, every page"
     )
-    parser.add_argument("--again", type=Path, help="a report: run what failed in it or is new, and add it")
+    parser.add_argument(
+        "--again", type=Path, help="a report: run what failed in it, is new or has other code, and add it"
+    )
+    parser.add_argument(
+        "--share", type=int, help="run what has other code than in book/lone.json, and one in so many others"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to take pages and archive from")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
     parser.add_argument("--workers", type=int, default=2, help="pages at a time")
@@ -560,12 +605,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     root, started = args.root.resolve(), time.monotonic()
-    if args.again and args.names:
-        parser.error("--again says which pages run: leave the names out")
-    before, again = None, list[str]()
+    if sum(map(bool, (args.again, args.names, args.share))) > 1:
+        parser.error("names, --again and --share each say which pages run: give one of them")
+    if args.share is not None and args.share < 1:
+        parser.error(f"--share {args.share}: one page in so many runs, so 1 or more")
+    before, some, ids = None, args.names, {page: code_id(page, root) for page in lone_pages(root)}
     if args.again:
-        before, again = to_run_again(args.again, facts_of(args.python, ())["python"], lone_pages(root))
-    chapters = picked(root, again or args.names)
+        before, some = to_run_again(args.again, facts_of(args.python, ())["python"], ids)
+    elif args.share:
+        kept = json.loads((root / "book" / "lone.json").read_text(encoding="utf-8"))
+        some = share_of(ids, kept, args.share, commit_of(root))
+        print(f"{len(some)} of {len(ids)} pages: {len(changed(ids, kept))} of them have changed", flush=True)
+        if not some:
+            return 0
+    chapters = picked(root, some)
     jobs = [prepare(page, root) for page in chapters]
     with tempfile.TemporaryDirectory(prefix="composer_nb_lone_") as temporary:
         folder = args.envs.resolve() if args.envs else Path(temporary) / "envs"
@@ -583,12 +636,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = run_all(jobs, envs, sources, places, args.workers, args.limit, args.fork)
         results = once_more(jobs, results, envs, sources, places, args.limit)
         facts = facts_of(next(iter(envs.made.values())))
-    found = report(results, chapters, facts, before)
-    out = (
-        args.out
-        or args.again
-        or (root / "book" / "lone.json" if own and not args.names and not args.wheelhouse else None)
-    )
+    found = report(results, chapters, facts, before, ids)
+    whole = own and not some and not args.wheelhouse
+    out = args.out or args.again or (root / "book" / "lone.json" if whole else None)
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n")
     print(

@@ -1,6 +1,6 @@
 """Every spike with smoke=True, some at a time: `python scripts/run_smoke.py --workers 3`.
 
-006 and 013 are left out: they run in `run_lone.py`. Kernels are forked from one process that has made the
+006 is left out: it runs in `run_lone.py`. Kernels are forked from one process that has made the
 slow third-party imports (`forked_kernel.py`), found through a kernel specification that `JUPYTER_PATH`
 names. So are `spikes/run.py`, and the scripts that a spike starts by their files; what it starts in any
 other way, or through an executor, begins as a Python of its own.
@@ -21,7 +21,7 @@ from run_lone import Nest, Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = ("papermill",)  # what takes long to import in `spikes/run.py`
-ELSEWHERE = ("006", "013")  # spikes that another stage runs
+ELSEWHERE = ("006",)  # spikes that another stage runs
 SLOWEST = (  # begin first, in this order
     "008_diloco", "012_ladder", "003b_equal_cost", "007_real_traces", "011b_turn_training", "011_turn_local",
     "001_teacher_cost",

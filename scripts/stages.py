@@ -1,16 +1,17 @@
 """Run make targets one after another, go on after a failure, and close with times and one counting line.
 
-`a+b` runs two targets at once, where each would leave a core idle; what they print follows one after the
-other.
+`a+b` runs two targets at once, where each would leave a core idle; their lines come as they are printed, each
+with the name of its target.
 """
 
 import argparse
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 
 @dataclass(frozen=True)
@@ -28,29 +29,36 @@ class StageResult:
         return "passed" if self.returncode == 0 else f"failed ({self.returncode})"
 
 
+def speak(name: str, lines: IO[bytes]) -> None:
+    """Print what a stage says as it comes, each line under the stage's name."""
+    for line in lines:
+        sys.stdout.write(f"{name}: {line.decode(errors='replace')}")
+        sys.stdout.flush()
+
+
 def run_together(make: str, names: Sequence[str]) -> list[StageResult]:
-    """Run `make <name>` for all of them at once; the output of all but the first waits until it has ended."""
+    """Run `make <name>` for all of them at once; what several print comes line by line, each with its name,
+    so that a run which is cut off shows how far each of them was.
+    """
     started, running = time.monotonic(), []
     for name in names:
-        words = [make, "--no-print-directory", name]
-        out = tempfile.TemporaryFile() if running else None
+        words, out = [make, "--no-print-directory", name], subprocess.PIPE if len(names) > 1 else None
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=out and subprocess.STDOUT
         )
-        running.append((name, process, out))
+        speaker = threading.Thread(target=speak, args=(name, process.stdout), daemon=True) if out else None
+        if speaker:
+            speaker.start()
+        running.append((name, process, speaker))
     ended: dict[str, float] = {}
     while len(ended) < len(running):
         for name, process, _ in running:
             if name not in ended and process.poll() is not None:
                 ended[name] = time.monotonic() - started
         time.sleep(0.05)
-    for name, _, out in running:
-        if out is not None:
-            print(f"\n=== {name}, beside {names[0]} ===", flush=True)
-            out.seek(0)
-            sys.stdout.write(out.read().decode(errors="replace"))
-            sys.stdout.flush()
-            out.close()
+    for _, _, speaker in running:
+        if speaker:
+            speaker.join(timeout=5)  # a process that a stage left running may hold the pipe open
     return [StageResult(name, process.returncode, ended[name]) for name, process, _ in running]
 
 

@@ -140,12 +140,51 @@ def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     assert both["chapters"] == ["a", "b", "c"] and both["versions"]["torch"] == "2"
     file = tmp_path / "lone.json"
     file.write_text(json.dumps(both))
-    before, pages = run_lone.to_run_again(file, "3.12.1", ["b", "c", "new"])
+    before, pages = run_lone.to_run_again(file, "3.12.1", {"b": "1", "c": "1", "new": "1"})
     assert pages == ["c", "new"] and before["chapters"] == ["b", "c"] and before["ran"] == ["b"]
     with pytest.raises(SystemExit, match=r"is of Python 3.12.1, not 3.13.0"):
-        run_lone.to_run_again(file, "3.13.0", ["a"])
+        run_lone.to_run_again(file, "3.13.0", {"a": "1"})
     with pytest.raises(SystemExit, match="every page of"):
-        run_lone.to_run_again(file, "3.12.1", ["a", "b"])
+        run_lone.to_run_again(file, "3.12.1", {"a": "1", "b": "1"})
+
+
+def test_a_page_with_other_code_runs_again(tmp_path: Path) -> None:
+    """Of a report that kept no id of a page nobody can say; outputs and texts are not code."""
+    ids = {"a": "1", "b": "1", "old": "1"}
+    results = [run_lone.Result(page, 1, 0, "no" if page == "c" else "") for page in "abc"]
+    kept = run_lone.report(results, [*"abc"], {"python": "3.11"}, None, {"a": "1", "b": "2", "c": "3"})
+    assert kept["code"] == {"a": "1", "b": "2"}
+    assert run_lone.changed(ids, kept | {"ran": ["a", "b", "old"]}) == ["b"]
+    assert run_lone.report(results[1:2], ["b"], {"python": "3.11"}, kept, ids)["code"] == {"a": "1", "b": "1"}
+    notebook = page("x = 1", "y = 2")
+    nbformat.write(notebook, tmp_path / "p.ipynb")
+    first = run_lone.code_id("p", tmp_path)
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell("words"))
+    notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="1")]
+    nbformat.write(notebook, tmp_path / "p.ipynb")
+    assert run_lone.code_id("p", tmp_path) == first
+    notebook.cells[-1].source = "x = 2"
+    nbformat.write(notebook, tmp_path / "p.ipynb")
+    assert run_lone.code_id("p", tmp_path) != first
+
+
+def test_every_page_comes_round_and_what_changed_runs_at_once() -> None:
+    ids = {f"p{i}": "1" for i in range(180)}
+    kept = {"ran": [*ids], "code": ids | {"p7": "0"}}
+    draws = [set(run_lone.share_of(ids, kept, 5, f"{commit:040x}")) for commit in range(60)]
+    assert all("p7" in one for one in draws) and set().union(*draws) == set(ids)
+    assert all(15 < len(one) < 75 for one in draws) and len({*map(frozenset, draws)}) == 60
+    assert run_lone.share_of(ids, kept, 5, "a") == run_lone.share_of(ids, kept, 5, "a")
+
+
+def test_a_share_needs_a_commit_and_one_way_to_name_pages(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit, match="no git checkout"):
+        run_lone.commit_of(tmp_path)
+    for words in (["--share", "5", "05_taid"], ["--share", "0"]):
+        with pytest.raises(SystemExit):
+            run_lone.main(words)
+    said = capsys.readouterr().err
+    assert "give one of them" in said and "--share 0: one page in so many" in said
 
 
 def test_kernels_are_gone_afterwards(environments, sources, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The sync and cleanliness checks on doctored copies of this tree: each fault must be found."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -189,7 +190,7 @@ def test_stages_go_on_after_a_failure_and_the_last_line_counts_them(tmp_path: Pa
     assert done.stdout.splitlines()[-1] == "1 passed, 2 failed"
 
 
-def test_stages_at_once_meet_and_print_one_after_the_other(tmp_path: Path) -> None:
+def test_stages_at_once_meet_and_every_line_names_its_stage(tmp_path: Path) -> None:
     meet = "for i in $$(seq 200); do test -e {} && exit 0; sleep .05; done; exit 1"
     (tmp_path / "Makefile").write_text(
         f"a:\n\t@echo from a; touch a; {meet.format('b')}\nb:\n\t@echo from b; touch b; {meet.format('a')}\n"
@@ -198,9 +199,17 @@ def test_stages_at_once_meet_and_print_one_after_the_other(tmp_path: Path) -> No
     command = [sys.executable, str(ROOT / "scripts" / "stages.py"), "a+b"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-    assert (
-        done.stdout.index("from a") < done.stdout.index("=== b, beside a ===") < done.stdout.index("from b")
-    )
+    assert {"a: from a", "b: from b"} <= {*done.stdout.splitlines()}
+
+
+def test_a_line_of_a_stage_is_there_before_the_stage_ends(tmp_path: Path) -> None:
+    "What cuts a run off leaves nothing to be printed afterwards."
+    (tmp_path / "Makefile").write_text(".PHONY: a b\na:\n\t@true\nb:\n\t@echo begun; sleep 20\n")
+    command = [sys.executable, str(ROOT / "scripts" / "stages.py"), "a+b"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as running:
+        before = list(itertools.takewhile("b: begun\n".__ne__, running.stdout))
+        assert "=== a+b ===\n" in before and running.poll() is None
+        running.kill()
 
 
 def test_a_python_without_ensurepip_gets_a_remedy_and_nothing_is_made(tmp_path: Path) -> None:

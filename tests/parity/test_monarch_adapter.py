@@ -66,7 +66,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     job = {"model": str(place / "model"), "out": str(place), "runs": [LOST, SPARED, PARITY]}
     (place / "job.json").write_text(json.dumps(job))
     words = ["-W", "ignore", "-m", "composer_nb.drills.monarch_run", str(place / "job.json")]
-    run_in(make_environment("monarch"), words, OMP_NUM_THREADS="1")
+    run_in(make_environment("monarch"), words, timeout=280, OMP_NUM_THREADS="1")  # less than a test may take
     told = {run["name"]: json.loads((place / f"{run['name']}.json").read_text()) for run in job["runs"]}
     return SimpleNamespace(place=place, job=job, told=told)
 
