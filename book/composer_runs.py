@@ -34,12 +34,17 @@ def moment(stamp: str | None) -> str:
     return stamp[:16].replace("T", " ") if stamp else "–"
 
 
+NEVER = 1e9  # what a figure holds that was never reached: JSON has no infinity
+
+
 def show(value) -> str:
     """A metrics.json value as table text."""
     if isinstance(value, dict):
         return ", ".join(f"{k} {show(v)}" for k, v in value.items())
     if isinstance(value, list):
         return ", ".join(map(show, value))
+    if value == NEVER:
+        return "never"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return "–" if value is None else str(value).replace("|", r"\|").replace("\n", " ")

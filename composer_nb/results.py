@@ -211,6 +211,9 @@ class Stamp:
 def _machine(device: str, threads: int | None = None) -> dict[str, Any]:
     import torch
 
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        remedy = "use device=cpu, or a machine with a GPU"
+        raise ValueError(f"device={device!r}: no CUDA device is here; {remedy}")
     threads = threads or torch.get_num_threads()
     cpu = f"CPU, {os.cpu_count()} cores ({platform.machine()}), {threads} threads"
     hardware = torch.cuda.get_device_name() if device.startswith("cuda") else cpu

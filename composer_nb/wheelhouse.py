@@ -128,7 +128,8 @@ def pip(*words: str) -> None:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
             done.stderr.strip()
         ]
-        raise RuntimeError(f"pip {words[0]} failed: {said[-1]}")
+        remedy = "see that the index is reached and has wheels for the Python that --python names"
+        raise RuntimeError(f"pip {words[0]} failed: {said[-1]}; {remedy}")
 
 
 def resolve(requirement: str, python: str, options: Sequence[str] = ()) -> dict[str, Any]:
@@ -182,7 +183,8 @@ def collect(folder: Path, source: Path, *, extras: Sequence[str] = EXTRAS, pytho
         raise ValueError(f"no extra is called {', '.join(strangers)}; known: {', '.join(sorted(known))}")
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: an old wheel beside a new one would be ambiguous")
+        why = "an old wheel beside a new one would be ambiguous"
+        raise FileExistsError(f"{folder} is not empty: {why}; name another folder, or empty it")
     version, data = project(source)["version"], source / "requirements-data.txt"
     pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source))
     (wheel,) = folder.glob("*.whl")

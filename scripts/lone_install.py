@@ -77,7 +77,10 @@ def pip(*words: str) -> None:
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
     if any(sign in done.stderr for sign in UNREACHABLE):
         raise SystemExit(f"The package index could not be reached: {OFFLINE}.")
-    raise SystemExit(f"pip could not install {words[-1]}: its own words stand above.")
+    raise SystemExit(
+        f"pip could not install {words[-1]}: its own words stand above. If it found no version that fits, "
+        "use a kernel of Python 3.11, 3.12 or 3.13; if the disk is full, free some and run this cell again."
+    )
 
 
 def build_options() -> list[str]:

@@ -21,6 +21,8 @@ from typing import Any
 
 import yaml
 
+from composer_nb.results import provenance_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "composer_nb"
 ALONE = ("spikes/006_real_model_cpu/spike", "spikes/013_quickstart/spike")  # spikes that open alone
@@ -278,8 +280,8 @@ def run_facts(root: Path) -> dict[str, Any]:
         known = commit != "unknown" and subprocess.run(git, capture_output=True, check=False).returncode == 0
         if not known and not _ids_known(metrics.get("git", {}), root):
             unknown.append(name)
-        elif not commit.endswith("+"):
-            clean.append(name)
+        elif not commit.endswith("+") and "commit" not in provenance_of(metrics):
+            clean.append(name)  # what a run's own provenance says of its commit counts for more than its id
     return {
         "runs": [str(f.relative_to(root)) for f in folders],
         "runs_clean": clean,

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SLUG = "900_question"
 sys.path.insert(0, str(ROOT / "scripts"))
 import check_runs  # noqa: E402
+import measure_house  # noqa: E402
 
 PARAMETERS = 'smoke: bool = False\nseed: int = 0\nout: str = "out/x"\n'
 START = (
@@ -225,6 +226,28 @@ def test_ids_that_no_commit_holds_are_a_fault_unless_provenance_says_why(root: P
     assert [f for f in faults(root) if "no commit before it holds its package" in f]
     change(folder, provenance="commit: its commit was lost")
     assert [f for f in faults(root) if "runs/b" in f] == []
+
+
+def test_a_run_whose_provenance_doubts_its_commit_is_not_counted_as_clean(root: Path) -> None:
+    def count() -> list[str]:
+        return measure_house.run_facts(root)["runs_clean"]
+
+    assert count() == [f"spikes/{SLUG}/runs/a"]
+    path = root / "spikes" / SLUG / "runs" / "a" / "metrics.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"provenance": "plan: later · commit: mislabelled"})
+    )
+    assert count() == []
+
+
+def test_a_gpu_that_is_not_there_is_one_line_for_a_plain_notebook_too() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        assert Stamp("cuda").facts()["hardware"] == torch.cuda.get_device_name()
+    else:
+        with pytest.raises(ValueError, match="device='cuda': no CUDA device is here; use device=cpu"):
+            Stamp("cuda")
 
 
 @pytest.mark.parametrize("file", ["metrics.json", "spike.ipynb"])

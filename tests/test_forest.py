@@ -57,6 +57,8 @@ def test_the_results_page_draws_every_registered_difference(book) -> None:
     named = dict.fromkeys(
         re.findall(r"^(\d\w+)/(\S+) (\w+): ", (ROOT / "book/results.md").read_text(), re.MULTILINE)
     )
+    titles = re.findall(r"^# (.+)$", (ROOT / "book/results.md").read_text(), re.MULTILINE)
+    assert [title for title in titles if len(title) > 48] == []  # the drawing cuts off what is longer
     for spike, name, figure in named:
         (run,) = [run for run in book.runs_of(ROOT, spike) if run.name == name]
         mean, low, high = book.Difference(run, figure, "").values

@@ -47,7 +47,7 @@ class EpisodeServer:
         self.kill()
 
     def start(self, seconds: float = 60) -> None:
-        """Raises TimeoutError where it does not answer in time, with its exit code; no process is left then."""
+        """Raises TimeoutError, with its exit code, where it does not answer in time; no process is left."""
         words = [
             sys.executable,
             "-c",

@@ -1,12 +1,14 @@
-"""A real Slurm cluster on this machine, begun in seconds and gone afterwards: munge, slurmctld, slurmd for each node.
+"""A real Slurm cluster on this machine, begun in seconds and gone afterwards: munge, slurmctld, and slurmd
+for each node.
 
     with SlurmCluster() as cluster:              # SLURM_CONF points to it inside
         executor = SlurmExecutor(folder)
         cluster.run("squeue")
         cluster.lose("node2")                    # a node whose machine is gone
 
-Needs Debian's `slurm-wlm` and `munge`, and root; `SlurmCluster.reason()` says what is missing, or nothing. Nodes
-are daemons side by side on one machine and share its disk, its cores and its clock. There is no accounting.
+Needs Debian's `slurm-wlm` and `munge`, and root; `SlurmCluster.reason()` says what is missing, or nothing.
+Nodes are daemons side by side on one machine and share its disk, its cores and its clock. There is no
+accounting.
 """
 
 from __future__ import annotations
@@ -150,10 +152,10 @@ class Daemons:
 
 
 class SlurmCluster(Daemons):
-    """Nodes `node1`, `node2`, … with `cpus` each, in a partition `main` (up to an hour) and `short` (a minute).
+    """Nodes `node1`, `node2`, … with `cpus` each, in a partition `main` (to an hour) and `short` (a minute).
 
-    Slurm gives up a node it cannot reach after `lost_after_s` seconds, forgets ended jobs after `forget_s`, and
-    kills what ignores SIGTERM after `kill_wait_s`. Raises OSError where it cannot be started.
+    Slurm gives up a node it cannot reach after `lost_after_s` seconds, forgets ended jobs after `forget_s`,
+    and kills what ignores SIGTERM after `kill_wait_s`. Raises OSError where it cannot be started.
     """
 
     def __init__(

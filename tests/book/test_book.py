@@ -25,7 +25,7 @@ from composer_api import read_package
 from composer_evidence import chapter_row, house_table, lone_table, look_up
 from composer_explorer import split_series
 from composer_notebooks import add_alt_texts, dollar_maths, prepare_notebook, split_directives
-from composer_runs import from_its_spike, newest, runs_of
+from composer_runs import NEVER, from_its_spike, newest, runs_of, show
 from sample_book import FIRST_RUN, METRICS, ROOT, RUN, SPIKE, write_runs, write_sample_book
 
 pytestmark = pytest.mark.browser
@@ -148,6 +148,10 @@ def test_every_page_is_whole(book, browser, part):
     """In parts: some three hundred pages in one test come near the limit of a test on a busy machine."""
     assert pages(book)[part::PARTS]
     assert problems_of(book, browser, pages(book)[part::PARTS]) == {}
+
+
+def test_a_figure_that_was_never_reached_says_so():
+    assert [show(value) for value in (NEVER, 1234.5, 0.25, None)] == ["never", "1234", "0.25", "–"]
 
 
 def test_every_page_of_the_toc_was_built(html):
