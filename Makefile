@@ -21,6 +21,8 @@ STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
 STAGES := install+system lint+sync+clean-check smoke+book lone-share+pytest
 WORKERS ?= 3
+# Many tests wait for a server, a process or a clock: with two at a time the cores idle half of the time.
+PYTEST_WORKERS ?= 3
 
 VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch
@@ -117,7 +119,7 @@ book: $(DEV_STAMP) ## build the book with warnings as errors
 
 .PHONY: pytest
 pytest: $(DEV_STAMP) model ## tests; in parity a skip is a failure, and nothing gets a second chance
-	@OMP_NUM_THREADS=1 $(PY) scripts/run_tests.py -n $(WORKERS) --dist loadfile --durations=40
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_tests.py -n $(PYTEST_WORKERS) --dist loadfile --durations=40
 
 .PHONY: smoke
 smoke: $(DEV_STAMP) model ## every spike with smoke=True, some at a time, one thread each; 006 runs in `lone`
