@@ -19,7 +19,7 @@ QUICKSTART_PARAMETERS ?= -p started=$(STARTED)
 QUICKSTART_OUT := out/quickstart
 STARTED := $(shell date +%s)
 # What waits for clocks, processes and the network runs beside what computes: two cores are busy to the end.
-STAGES := install+system lint+sync+clean-check smoke+book lone-share+pytest
+STAGES := install+system lint+sync+clean-check smoke+book+environments lone-share+pytest
 WORKERS ?= 3
 # Many tests wait for a server, a process or a clock: with two at a time the cores idle half of the time.
 PYTEST_WORKERS ?= 3
@@ -145,6 +145,11 @@ clean-nbs: $(DEV_STAMP) ## bring chapters into their committed form: no counts, 
 .PHONY: model
 model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cache
 	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
+
+.PHONY: environments
+environments: $(DEV_STAMP) ## make both, for the tests of parity
+	@$(VENV)/bin/composer-nb env make verl
+	@$(VENV)/bin/composer-nb env make monarch
 
 .PHONY: env-verl
 env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache

@@ -75,7 +75,11 @@ def run(folder: Path, words: Sequence[str], job: dict[str, object]) -> dict[str,
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(job | {"out": str(folder)}))
     run_in(
-        make_environment("verl"), [*words, str(folder / "job.json")], OMP_NUM_THREADS="1", VERL_PLATFORM="cpu"
+        make_environment("verl"),
+        [*words, str(folder / "job.json")],
+        timeout=280,
+        OMP_NUM_THREADS="1",
+        VERL_PLATFORM="cpu",
     )
     return {
         each["name"]: SimpleNamespace(
