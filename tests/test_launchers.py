@@ -22,7 +22,14 @@ from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.slurm import SlurmExecutor
-from composer_nb.launch.slurm_commands import SlurmError, SlurmOptions, ask, batch_script, read_queue
+from composer_nb.launch.slurm_commands import (
+    SlurmError,
+    SlurmOptions,
+    ask,
+    batch_script,
+    read_exit,
+    read_queue,
+)
 
 QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
 SECRET = "sesame-open-1234"
@@ -595,6 +602,45 @@ def test_a_token_of_the_cluster_does_not_reach_the_program(tmp_path):
     subprocess.run(["sh", "-c", script], env={"PATH": os.environ["PATH"]} | own, check=True)
     seen = (tmp_path / "seen").read_text()
     assert "SLURM_ARRAY_TASK_ID=0" in seen and SECRET not in seen
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize(
+    ("program", "signals", "code"),
+    [
+        ("true", [], 0),
+        ("exit 3", [], 3),
+        ("exit 127", [], 127),
+        ("touch up; exec sleep 9", ["TERM"], -signal.SIGTERM),
+        ("trap 'exit 5' TERM; touch up; while :; do sleep 0.01; done", ["TERM"], 5),
+        ("trap '' TERM; touch up; while :; do sleep 0.01; done", ["TERM", "USR2"], -signal.SIGKILL),
+        ("trap 'touch told' USR1; touch up; until [ -e told ]; do sleep 0.01; done; exit 6", ["USR1"], 6),
+    ],
+)
+def test_a_script_writes_how_its_program_ended_whatever_it_was_told(tmp_path, shell, program, signals, code):
+    """A signal ends the shell's `wait` with a number of its own, and the program may be gone before the shell
+    waits again: one in five ends by SIGKILL was written down as one by SIGUSR2. So each is tried many times.
+    """
+    own = os.environ | {"SLURM_ARRAY_JOB_ID": "7"}
+    for rank in range(12 if signals else 1):
+        place, life = tmp_path / f"work{rank}", tmp_path / f"rank{rank}-run0"
+        place.mkdir()
+        life.mkdir()
+        (life / "env.sh").write_text("")
+        script = batch_script(tmp_path, 0, place, ["sh", "-c", program])
+        words = [shell, "-c", script]
+        with subprocess.Popen(words, env=own | {"SLURM_ARRAY_TASK_ID": str(rank)}, stderr=-3) as running:
+            if signals:
+                up = place / "up" if "up" in program else life / "began"
+                until(up.exists)
+            for name in signals:
+                running.send_signal(getattr(signal, f"SIG{name}"))
+                time.sleep(0.05)  # bash loses the second of two at once; between ours lies the grace
+            try:
+                running.wait(timeout=20)
+            finally:
+                running.kill()
+        assert read_exit(life / "exit") == code
 
 
 def test_make_slurm_without_a_network_says_so(tmp_path):

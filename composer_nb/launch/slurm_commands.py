@@ -107,16 +107,20 @@ cd {workdir} || exit 125
 . "$1/env.sh" || exit 125
 rm -f "$1/exit"
 echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$1/began"
+set -- "$1" "" ""
+trap '[ "$3" = KILL ] || set -- "$1" "$2" TERM; kill -TERM "$2" 2>/dev/null' TERM
+trap 'set -- "$1" "$2" "${{3:-USR1}}"; kill -USR1 "$2" 2>/dev/null' USR1
+trap 'set -- "$1" "$2" KILL; kill -KILL "$2" 2>/dev/null' USR2
 {command} "$1/job.json" </dev/null &
-child=$!
-trap 'kill -TERM "$child"' TERM
-trap 'kill -USR1 "$child"' USR1
-trap 'kill -KILL "$child"' USR2
-wait "$child"
-code=$?
-while kill -0 "$child" 2>/dev/null; do
-    wait "$child"
-    code=$?
+set -- "$1" "$!" "$3"
+[ -z "$3" ] || kill -"$3" "$2"
+set -- "$1" "$2" once
+code=127
+while [ -n "$3" ]; do
+    set -- "$1" "$2" ""
+    wait "$2"
+    ended=$?
+    [ "$ended" = 127 ] || code=$ended
 done
 {tidy}
 echo "$code" > "$1/.exit" && mv "$1/.exit" "$1/exit"
