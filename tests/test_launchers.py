@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -629,7 +630,9 @@ def test_a_script_writes_how_its_program_ended_whatever_it_was_told(tmp_path, sh
         (life / "env.sh").write_text("")
         script = batch_script(tmp_path, 0, place, ["sh", "-c", program])
         words = [shell, "-c", script]
-        with subprocess.Popen(words, env=own | {"SLURM_ARRAY_TASK_ID": str(rank)}, stderr=-3) as running:
+        given = own | {"SLURM_ARRAY_TASK_ID": str(rank)}
+        alone = {"stderr": subprocess.DEVNULL, "start_new_session": True}
+        with subprocess.Popen(words, env=given, **alone) as running:
             if signals:
                 up = place / "up" if "up" in program else life / "began"
                 until(up.exists)
@@ -639,7 +642,8 @@ def test_a_script_writes_how_its_program_ended_whatever_it_was_told(tmp_path, sh
             try:
                 running.wait(timeout=20)
             finally:
-                running.kill()
+                with suppress(ProcessLookupError):  # the program too, where its script failed to end it
+                    os.killpg(running.pid, signal.SIGKILL)
         assert read_exit(life / "exit") == code
 
 
