@@ -110,7 +110,7 @@ lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, on
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork
 
 .PHONY: lone-share
-lone-share: $(DEV_STAMP) model ## the same for pages whose code has changed since `lone`, and a fifth of the others
+lone-share: $(DEV_STAMP) model ## the same for pages whose code has changed since `lone`, spike 006, and a fifth of the others
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork --share 5
 
 .PHONY: book
@@ -147,9 +147,7 @@ model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cac
 	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
 
 .PHONY: environments
-environments: $(DEV_STAMP) ## make both, for the tests of parity
-	@$(VENV)/bin/composer-nb env make verl
-	@$(VENV)/bin/composer-nb env make monarch
+environments: env-verl env-monarch ## make both, for the tests of parity
 
 .PHONY: env-verl
 env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache

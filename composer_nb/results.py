@@ -36,8 +36,9 @@ class EvidenceError(ValueError):
 # %% auto #0
 __all__ = ['Verdict', 'PACKAGES', 'UNKNOWN', 'FIGURES_MIME', 'ROLES', 'LABELS', 'EvidenceError', 'blob_id', 'checkout_at',
            'checkout_of_package', 'spike_folder', 'Identity', 'ids_at', 'identity_of', 'is_evidence', 'refuse_unfit',
-           'refuse_uncommitted', 'Stamp', 'no_verdict_because', 'write_metrics', 'read_metrics', 'runs_of', 'resumable',
-           'ShownMetrics', 'show_metrics', 'provenance_of', 'changed_since', 'RunState', 'run_state']
+           'refuse_uncommitted', 'Stamp', 'refuse_missing_device', 'no_verdict_because', 'write_metrics',
+           'read_metrics', 'runs_of', 'resumable', 'ShownMetrics', 'show_metrics', 'provenance_of', 'changed_since',
+           'RunState', 'run_state']
 
 # %% ../nbs/training/50_results.ipynb #89f6c56e
 def blob_id(path: str | os.PathLike[str]) -> str:
@@ -208,15 +209,25 @@ class Stamp:
         return identity | self._facts | {"started": self.started, "wall_s": self.wall_s}
 
 # %% ../nbs/training/50_results.ipynb #c588cc4c
+def refuse_missing_device(device: str) -> None:
+    "Raise ValueError where a CUDA device is asked for that is not here."
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= count:
+        have = f"{count} CUDA devices are" if count else "no CUDA device is"
+        raise ValueError(f"device={device!r}: {have} here; use device=cpu, or a machine with a GPU")
+
+
 def _machine(device: str, threads: int | None = None) -> dict[str, Any]:
     import torch
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        remedy = "use device=cpu, or a machine with a GPU"
-        raise ValueError(f"device={device!r}: no CUDA device is here; {remedy}")
+    refuse_missing_device(device)
     threads = threads or torch.get_num_threads()
     cpu = f"CPU, {os.cpu_count()} cores ({platform.machine()}), {threads} threads"
-    hardware = torch.cuda.get_device_name() if device.startswith("cuda") else cpu
+    hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu
     load = {"load_1min": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}  # not on Windows
     return {"hardware": hardware, "threads": threads} | load
 

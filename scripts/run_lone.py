@@ -11,8 +11,9 @@ Each page meets an environment with what Colab preinstalls and nothing of this p
 same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
 on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there, is not in it yet or
 has other code by now, and adds to it. `--share 5` runs, of all pages, those whose code is not that of
-`book/lone.json`, and one in five of the others, drawn by the commit: `make test` does that at every commit,
-and `make lone` runs them all. A module's code is that of its chapter, so what a commit changes always runs.
+`book/lone.json`, spike 006, which no other stage runs, and one in five of the others, drawn anew by each
+commit: `make test` does that, and `make lone` runs them all. So a chapter whose own cells a commit changes is
+sure to run; a page that only imports what it changes, or a drill, runs by chance.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ NEVER_INHERITED = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COMPOSER_NB_ARCHIVE", "COMPOSER_NB_WHEELHOUSE",
     "COMPOSER_NB_BOOK"
 )  # fmt: skip
+ALWAYS = "spikes/006_real_model_cpu/spike"  # `run_smoke.py` leaves it out
 SECOND_CHANCES = 2  # pages that may run once more, alone
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -128,8 +130,8 @@ def changed(ids: Mapping[str, str], kept: Mapping[str, object]) -> list[str]:
 
 
 def share_of(ids: Mapping[str, str], kept: Mapping[str, object], one_in: int, commit: str) -> list[str]:
-    """What changed, and one in so many of the other pages, another part with every commit."""
-    must = changed(ids, kept)
+    """What changed, what no other stage runs, and one in so many of the other pages, drawn by the commit."""
+    must = [*changed(ids, kept), ALWAYS]
     drawn = [page for page in ids if zlib.crc32(f"{commit} {page}".encode()) % one_in == 0]
     return [page for page in ids if page in must or page in drawn]
 

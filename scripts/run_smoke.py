@@ -51,6 +51,11 @@ def run(name: str, python: Path, environment: dict[str, str]) -> tuple[str, int,
     return name, done.returncode, time.monotonic() - since
 
 
+def told(name: str, code: int, seconds: float) -> tuple[str, int, float]:
+    print(f"{name}: {'ran' if code == 0 else f'FAILED ({code})'} in {seconds:.0f} s", flush=True)
+    return name, code, seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=3, help="spikes at a time")
@@ -62,11 +67,11 @@ def main() -> int:
             write_specification(Path(folder), nest.command(python))
             environment = os.environ | {"JUPYTER_PATH": folder, "OMP_NUM_THREADS": "1"}
             with ThreadPoolExecutor(options.workers) as pool:
-                ended = list(pool.map(lambda name: run(name, nest.python, environment), spikes(ROOT)))
+                ended = list(pool.map(lambda name: told(*run(name, nest.python, environment)), spikes(ROOT)))
         finally:
             nest.close()
-    for name, code, seconds in ended:
-        print(f"{name}: {'ran' if code == 0 else f'FAILED ({code})'} in {seconds:.0f} s")
+    for name, _, seconds in sorted(ended, key=lambda one: -one[2])[:5]:
+        print(f"{seconds:5.0f} s  {name}")
     return int(any(code for _, code, _ in ended))
 
 

@@ -30,10 +30,13 @@ class StageResult:
 
 
 def speak(name: str, lines: IO[bytes]) -> None:
-    """Print what a stage says as it comes, each line under the stage's name."""
-    for line in lines:
-        sys.stdout.write(f"{name}: {line.decode(errors='replace')}")
-        sys.stdout.flush()
+    """Print what a stage says as it comes, each line under the stage's name, as the bytes that it wrote.
+    Where nobody reads any more the pipe is closed, so that the stage ends and does not wait for ever.
+    """
+    with lines:
+        for line in lines:
+            sys.stdout.buffer.write(name.encode() + b": " + line.rstrip(b"\n") + b"\n")
+            sys.stdout.buffer.flush()
 
 
 def run_together(make: str, names: Sequence[str]) -> list[StageResult]:

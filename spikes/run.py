@@ -47,6 +47,7 @@ from composer_nb.results import (
     provenance_of,
     refuse_unfit,
 )
+from composer_nb.results import refuse_missing_device as refuse_device
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE_RUN = "_smoke"
@@ -278,16 +279,10 @@ def refuse_missing_device(known: Mapping[str, Parameter], parameters: Mapping[st
     """Raise `SpikeError` before anything runs when `device` asks for a GPU that is not here."""
     if "device" not in known:
         return
-    device = str(parameters.get("device", ast.literal_eval(known["device"].default)))
-    if not device.startswith("cuda"):
-        return
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = int(device.partition(":")[2] or 0)
-    if wanted >= count:
-        have = f"{count} CUDA devices are" if count else "no CUDA device is"
-        raise SpikeError(f"device={device!r}: {have} here; use -p device=cpu, or a machine with a GPU")
+    try:
+        refuse_device(str(parameters.get("device", ast.literal_eval(known["device"].default))))
+    except ValueError as error:
+        raise SpikeError(str(error)) from None
 
 
 # --- what a run leaves behind ----------------------------------------------------------------------

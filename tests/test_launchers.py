@@ -612,6 +612,7 @@ def test_a_token_of_the_cluster_does_not_reach_the_program(tmp_path):
         ("true", [], 0),
         ("exit 3", [], 3),
         ("exit 127", [], 127),
+        ("exec sleep 9", ["TERM"], -signal.SIGTERM),  # as soon as the script has noted that it began
         ("touch up; exec sleep 9", ["TERM"], -signal.SIGTERM),
         ("trap 'exit 5' TERM; touch up; while :; do sleep 0.01; done", ["TERM"], 5),
         ("trap '' TERM; touch up; while :; do sleep 0.01; done", ["TERM", "USR2"], -signal.SIGKILL),

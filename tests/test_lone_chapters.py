@@ -175,6 +175,8 @@ def test_every_page_comes_round_and_what_changed_runs_at_once() -> None:
     assert all("p7" in one for one in draws) and set().union(*draws) == set(ids)
     assert all(15 < len(one) < 75 for one in draws) and len({*map(frozenset, draws)}) == 60
     assert run_lone.share_of(ids, kept, 5, "a") == run_lone.share_of(ids, kept, 5, "a")
+    assert run_lone.ALWAYS in run_lone.share_of(ids | {run_lone.ALWAYS: "1"}, kept, 10**9, "a")
+    assert run_lone.ALWAYS in CHAPTERS
 
 
 def test_a_share_needs_a_commit_and_one_way_to_name_pages(tmp_path: Path, capsys) -> None:

@@ -204,12 +204,21 @@ def test_stages_at_once_meet_and_every_line_names_its_stage(tmp_path: Path) -> N
 
 def test_a_line_of_a_stage_is_there_before_the_stage_ends(tmp_path: Path) -> None:
     "What cuts a run off leaves nothing to be printed afterwards."
-    (tmp_path / "Makefile").write_text(".PHONY: a b\na:\n\t@true\nb:\n\t@echo begun; sleep 20\n")
+    wait = "for i in $$(seq 100); do test -e seen && exit 0; sleep .1; done; exit 1"
+    (tmp_path / "Makefile").write_text(f".PHONY: a b\na:\n\t@true\nb:\n\t@echo begun; {wait}\n")
     command = [sys.executable, str(ROOT / "scripts" / "stages.py"), "a+b"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as running:
         before = list(itertools.takewhile("b: begun\n".__ne__, running.stdout))
-        assert "=== a+b ===\n" in before and running.poll() is None
-        running.kill()
+        (tmp_path / "seen").touch()  # too late for `b` where its line came at its end
+        after = running.stdout.read()
+    assert "=== a+b ===\n" in before and after.endswith("2 passed, 0 failed\n")
+
+
+def test_a_stage_ends_where_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(".PHONY: a b\na:\n\t@true\nb:\n\t@seq 200000\n")
+    command = f"{sys.executable} {ROOT / 'scripts' / 'stages.py'} a+b | head -n 5"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert len(done.stdout.splitlines()) == 5
 
 
 def test_a_python_without_ensurepip_gets_a_remedy_and_nothing_is_made(tmp_path: Path) -> None:

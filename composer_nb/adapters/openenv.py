@@ -111,8 +111,7 @@ class TaskShelf:
         if name not in self.splits:
             raise ValueError(f"split={name!r}: {self.family.name} has {', '.join(self.splits)}")
         if name not in self._drawn:
-            drawn = self.family.tasks(name, self.count, self.seed)  # type: ignore[arg-type]
-            self._drawn[name] = tuple(drawn)
+            self._drawn[name] = tuple(self.family.tasks(name, self.count, self.seed))  # type: ignore
         return self._drawn[name]
 
     def task(self, split: str, index: int) -> Any:

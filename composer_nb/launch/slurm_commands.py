@@ -102,15 +102,14 @@ def time_words(limit_s: float | None, grace_s: float) -> list[str]:
 SCRIPT = """#!/bin/sh
 umask 077
 unset SLURM_EXPORT_ENV SLURM_JWT
-set -- {lives}/rank"$SLURM_ARRAY_TASK_ID"-run{incarnation}
+set -- {lives}/rank"$SLURM_ARRAY_TASK_ID"-run{incarnation} "" ""
+trap '[ "$3" = KILL ] || set -- "$1" "$2" TERM; kill -TERM "$2" 2>/dev/null' TERM
+trap 'set -- "$1" "$2" "${{3:-USR1}}"; kill -USR1 "$2" 2>/dev/null' USR1
+trap 'set -- "$1" "$2" KILL; kill -KILL "$2" 2>/dev/null' USR2
 cd {workdir} || exit 125
 . "$1/env.sh" || exit 125
 rm -f "$1/exit"
 echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$1/began"
-set -- "$1" "" ""
-trap '[ "$3" = KILL ] || set -- "$1" "$2" TERM; kill -TERM "$2" 2>/dev/null' TERM
-trap 'set -- "$1" "$2" "${{3:-USR1}}"; kill -USR1 "$2" 2>/dev/null' USR1
-trap 'set -- "$1" "$2" KILL; kill -KILL "$2" 2>/dev/null' USR2
 {command} "$1/job.json" </dev/null &
 set -- "$1" "$!" "$3"
 [ -z "$3" ] || kill -"$3" "$2"

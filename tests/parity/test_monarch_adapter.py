@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,36 +53,8 @@ SPARED = {
 PARITY = {"name": "parity", "rollouts": "lost/rollouts-0.json", "cases": CASES}
 
 
-@dataclass
-class Runs:
-    """Runs of one model in one folder, each in a process of its own when somebody asks for it first: a run
-    takes a minute or two, most of it for starting actors, and no test may take longer than five.
-    """
-
-    place: Path
-    job: dict[str, Any]
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failed: dict[str, Exception] = field(default_factory=dict)
-
-    def made(self, run: dict[str, Any]) -> dict[str, Any]:
-        name = run["name"]
-        if name in self.failed:
-            raise RuntimeError(f"run {name} failed before") from self.failed[name]
-        if name not in self.told:
-            path = self.place / f"{name}.job.json"
-            path.write_text(json.dumps(self.job | {"runs": [run]}))
-            words = ["-W", "ignore", "-m", "composer_nb.drills.monarch_run", str(path)]
-            try:
-                run_in(make_environment("monarch"), words, timeout=280, OMP_NUM_THREADS="1")
-            except Exception as error:
-                self.failed[name] = error
-                raise
-            self.told[name] = json.loads((self.place / f"{name}.json").read_text())
-        return self.told[name]
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("monarch")
     model = tiny.model()
     with torch.no_grad():
@@ -91,33 +62,70 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             weight.mul_(32.0 if weight.ndim > 1 else 1.0)
     model.save_pretrained(place / "model")
     tiny.tokenizer().save_pretrained(place / "model")
-    return Runs(place, {"model": str(place / "model"), "out": str(place)})
+    return place
 
 
-def undisturbed(runs: Runs, run: dict[str, object], steps: int) -> InProcess:
+def job_in(place: Path) -> dict[str, Any]:
+    return {"model": str(place / "model"), "out": str(place)}
+
+
+def made(place: Path, run: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """What a run told, made in a process of its own: a minute or two, most of it for starting actors. No test
+    may take longer than five minutes, so each run is a fixture, and the tests stand in an order in which none
+    waits for two of them.
+    """
+    path = place / f"{run['name']}.job.json"
+    path.write_text(json.dumps(job_in(place) | {"runs": [run]}))
+    words = ["-W", "ignore", "-m", "composer_nb.drills.monarch_run", str(path)]
+    run_in(make_environment("monarch"), words, timeout=limit_s, OMP_NUM_THREADS="1")
+    return json.loads((place / f"{run['name']}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def lost(place: Path) -> dict[str, Any]:
+    return made(place, LOST, 240)
+
+
+@pytest.fixture(scope="module")
+def spared(place: Path) -> dict[str, Any]:
+    return made(place, SPARED, 240)
+
+
+@pytest.fixture(scope="module")
+def parity(place: Path, lost: dict[str, Any]) -> dict[str, Any]:
+    "On the rollouts that the first step of `lost` left."
+    return made(place, PARITY, 120)
+
+
+def undisturbed(place: Path, run: dict[str, object], steps: int) -> InProcess:
     "The same steps by the same classes in this process, without actors; `reports` are theirs."
-    pool = InProcess(plan_of(runs.job, run))
-    pool.reports = asyncio.run(pool.run(steps))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the actors: sums in another order differ in their last bits
+    try:
+        pool = InProcess(plan_of(job_in(place), run))
+        pool.reports = asyncio.run(pool.run(steps))
+    finally:
+        torch.set_num_threads(threads)
     return pool
 
 
-def test_the_steps_with_lost_actors_are_those_of_an_undisturbed_process(runs: Runs) -> None:
-    runs.made(LOST)
-    reports = read_reports(runs.place / "lost.json")
-    own = undisturbed(runs, LOST, 6).reports
+def test_the_steps_with_lost_actors_are_those_of_an_undisturbed_process(
+    place: Path, lost: dict[str, Any]
+) -> None:
+    reports = read_reports(place / "lost.json")
+    own = undisturbed(place, LOST, 6).reports
     assert [report.taken for report in reports] == [report.taken for report in own]  # to the bit
     assert all(report.rollouts == 16 and not report.refused for report in reports)
     for step in range(6):
-        judged, _ = read_rollouts(runs.place / "lost" / f"rollouts-{step}.json")
+        judged, _ = read_rollouts(place / "lost" / f"rollouts-{step}.json")
         assert len({row.sample.key for row in judged}) == len(judged) == 16
         assert {row.sample.version for row in judged} == {step}  # the newest weights, also after a respawn
 
 
-def test_each_loss_is_noticed_and_named(runs: Runs) -> None:
-    told = runs.made(LOST)
-    reports = read_reports(runs.place / "lost.json")
-    lost = [(i.step, i.role, i.method) for report in reports for i in report.incidents]
-    assert [row[:2] for row in lost] == [
+def test_each_loss_is_noticed_and_named(place: Path, lost: dict[str, Any]) -> None:
+    reports = read_reports(place / "lost.json")
+    incidents = [(i.step, i.role, i.method) for report in reports for i in report.incidents]
+    assert [row[:2] for row in incidents] == [
         (1, "generator_0"), (2, "rewarder"), (3, "teacher_1"), (4, "generator_0")
     ]  # fmt: skip
     said = [i.error for report in reports for i in report.incidents]
@@ -125,33 +133,30 @@ def test_each_loss_is_noticed_and_named(runs: Runs) -> None:
     noticed = ("Killed(sig=9)", "likely crashed", f"no answer in {PATIENCE:g} s")
     assert all(any(word in one for word in noticed) for one in said[:3]), said
     assert any(word in said[3] for word in noticed[1:])  # our patience ends, or Monarch's
-    meshes = {mesh.rpartition("-")[0] for mesh in told["failures"]}
+    meshes = {mesh.rpartition("-")[0] for mesh in lost["failures"]}
     # Told to `__supervise__`; of the trainer that is last, the loop may have ended before.
     assert {"generator_0_1", "rewarder_1", "teacher_1_1"} <= meshes
     assert 0.0 < goodput(reports) < 1.0
 
 
-def test_a_lost_trainer_ends_the_step_with_the_remedy(runs: Runs) -> None:
-    told = runs.made(LOST)
-    assert len(told["reports"]) == 6 and "step 6" in told["error"]
-    assert "the trainer was lost in" in told["error"] and "weights that were saved" in told["error"]
+def test_a_lost_trainer_ends_the_step_with_the_remedy(lost: dict[str, Any]) -> None:
+    assert len(lost["reports"]) == 6 and "step 6" in lost["error"]
+    assert "the trainer was lost in" in lost["error"] and "weights that were saved" in lost["error"]
 
 
-def test_two_generators_and_a_spare_take_the_same_steps(runs: Runs) -> None:
-    runs.made(SPARED)
-    own, theirs = undisturbed(runs, SPARED, 4), load_file(runs.place / "spared.safetensors")
+def test_two_generators_and_a_spare_take_the_same_steps(place: Path, spared: dict[str, Any]) -> None:
+    own, theirs = undisturbed(place, SPARED, 4), load_file(place / "spared.safetensors")
     assert all(torch.equal(theirs[name], value) for name, value in own.newest[1].items())
-    reports = read_reports(runs.place / "spared.json")
+    reports = read_reports(place / "spared.json")
     roles = {i.role for report in reports for i in report.incidents}
     assert roles == {"generator_0", "generator_1"} and all(report.rollouts == 16 for report in reports)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_compose_loss(runs: Runs, name: str) -> None:
-    runs.made(LOST)
-    told = runs.made(PARITY)[name]
-    judged, pairs = read_rollouts(runs.place / PARITY["rollouts"])
-    model, tokenizer = loaded(runs.job["model"])
+def test_loss_and_gradient_are_those_of_compose_loss(place: Path, parity: dict[str, Any], name: str) -> None:
+    told = parity[name]
+    judged, pairs = read_rollouts(place / PARITY["rollouts"])
+    model, tokenizer = loaded(job_in(place)["model"])
     rows = []
     for row in judged:
         prompt, ids = row.sample.prompt_ids, row.sample.ids
@@ -166,7 +171,7 @@ def test_loss_and_gradient_are_those_of_compose_loss(runs: Runs, name: str) -> N
         old[at, start : start + len(row.sample.ids)] = torch.tensor(row.sample.logprobs)
     parts = compose_loss(model, batch | {"old_logprobs": old}, LossConfig(**CASES[name]))
     parts.total.backward()
-    theirs = load_file(runs.place / name / "gradient-0.safetensors")
+    theirs = load_file(place / name / "gradient-0.safetensors")
     assert abs(told["loss"] - parts.total.item()) <= LOSS * abs(parts.total.item())
     assert set(told["channels"]) == set(parts.lit) and not told["dark"]
     for parameter, p in model.named_parameters():
@@ -174,21 +179,20 @@ def test_loss_and_gradient_are_those_of_compose_loss(runs: Runs, name: str) -> N
         assert apart <= GRADIENT * size and size > 0, parameter
 
 
-def test_all_three_channels_have_something_to_compare(runs: Runs) -> None:
-    runs.made(LOST)
-    told = runs.made(PARITY)["all"]
+def test_all_three_channels_have_something_to_compare(place: Path, parity: dict[str, Any]) -> None:
+    told = parity["all"]
     assert set(told["channels"]) == {"policy", "sdpo", "replay"} and all(told["scored"].values())
     assert abs(told["channels"]["sdpo"]) > 0.01 and abs(told["channels"]["replay"]) > 0.01
-    judged, _ = read_rollouts(runs.place / PARITY["rollouts"])
+    judged, _ = read_rollouts(place / PARITY["rollouts"])
     assert len({row.verdict.reward for row in judged}) > 1  # else channel 1 would be zero on both sides
 
 
-def test_nothing_is_left_behind(runs: Runs) -> None:
+def test_nothing_is_left_behind(lost: dict[str, Any], spared: dict[str, Any]) -> None:
     def alive(pid: int) -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    pids = [pid for run in (LOST, SPARED) for pid in runs.made(run)["pids"]]
+    pids = [*lost["pids"], *spared["pids"]]
     assert len(pids) >= 12 and os.getpid() not in pids and not [pid for pid in pids if alive(pid)]
