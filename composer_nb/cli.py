@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +16,12 @@ from .diloco.command import app as diloco
 from .replay.batch_command import app as replay
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
+if TYPE_CHECKING:
+    from composer_nb.replay.http_teacher import HTTPTeacher
+
 # %% auto #0
-__all__ = ['app', 'PASSED_ON', 'ladder', 'environments', 'tools', 'version', 'wheelhouse', 'serve', 'train', 'evaluate', 'memory',
-           'run_cells', 'show_cells', 'make_env', 'show_envs', 'main']
+__all__ = ['app', 'PASSED_ON', 'ladder', 'environments', 'tools', 'version', 'wheelhouse', 'serve', 'score', 'train', 'evaluate',
+           'memory', 'run_cells', 'show_cells', 'make_env', 'show_envs', 'main']
 
 # %% ../nbs/launching/90_cli.ipynb #e34cb701
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -83,6 +86,49 @@ def serve(
         typer.echo(f"composer-nb serve: {error}", err=True)
         raise typer.Exit(1) from None
     uvicorn.run(served, host=host, port=port)
+
+# %% ../nbs/launching/90_cli.ipynb #scoretea
+def _teacher(
+    model: str, base_url: str, key_env: str, max_tokens: int, ceiling_usd: float, prices: Path | None
+) -> HTTPTeacher:
+    "Raises ValueError for an endpoint elsewhere without a ceiling."
+    from composer_nb.replay.http_teacher import HTTPTeacher
+    from composer_nb.replay.prices import Prices
+
+    known = (Prices.load(prices) if prices else Prices.from_genai()) if ceiling_usd else None
+    teacher = HTTPTeacher(model, base_url, api_key_env=key_env or None, prices=known, max_tokens=max_tokens)
+    if not (ceiling_usd or teacher.is_local or model.endswith(":free")):
+        raise ValueError(f"{base_url} may cost money: say how much may be spent, --ceiling-usd")
+    return teacher
+
+# %% ../nbs/launching/90_cli.ipynb #scorecli
+@app.command()
+def score(
+    family: Annotated[str, typer.Argument(help="such as multi_turn_base; a wrong name lists them")],
+    model: Annotated[str, typer.Option(help="name of the model at its endpoint")],
+    base_url: Annotated[str, typer.Option(help="of an endpoint in OpenAI's chat format")],
+    count: Annotated[int, typer.Option(help="held-out tasks")] = 50,
+    out: Annotated[Path | None, typer.Option(help="file of the episodes; else FAMILY-MODEL.jsonl")] = None,
+    key_env: Annotated[str, typer.Option(help="variable that holds the key")] = "",
+    max_tokens: Annotated[int, typer.Option(help="longest answer")] = 512,
+    ceiling_usd: Annotated[float, typer.Option(help="at most so much is spent; 0 is nothing")] = 0.0,
+    prices: Annotated[Path | None, typer.Option(help="file of prices; else those of genai-prices")] = None,
+) -> None:
+    "Let a model behind HTTP play held-out tasks; what the file holds is not asked again."
+    from composer_nb.replay.protocol import TeacherStop
+    from composer_nb.tasks.collect import collect, score_of
+    from composer_nb.tasks.contract import family_of
+
+    place = out or Path(f"{family}-{model.replace('/', '_')}.jsonl")
+    try:
+        known = family_of(family)
+        teacher = _teacher(model, base_url, key_env, max_tokens, ceiling_usd, prices)
+        tasks = known.tasks("heldout", count)
+        found = score_of(collect(teacher, known, tasks, place, ceiling_usd=ceiling_usd or None))
+    except (ImportError, OSError, ValueError, TeacherStop) as error:
+        typer.echo(f"composer-nb score: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{found}\nepisodes: {place}")
 
 # %% ../nbs/launching/90_cli.ipynb #traincl2
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -229,6 +229,27 @@ def test_a_file_of_that_form_is_a_family(tmp_path):
         gsm8k_problem("x", "q", "no number")
 
 
+def test_a_hub_id_works_the_same_way_and_says_what_to_do_without_a_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(*words, **options):
+        asked.append((words, options))
+        return ROWS
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert [p.answer for p in load_gsm8k("openai/gsm8k", "test")] == [3000, Fraction(7, 2), 6]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+
+    def unreachable(*words, **options):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(
+        OSError, match="openai/gsm8k is no file here .*no route to the hub.*: give a file of JSON"
+    ):
+        load_gsm8k()
+
+
 def test_a_problem_without_steps_is_graded_by_its_answer():
     problem = Problem("p", "How many?", (), Fraction(6))
     assert run(Arithmetic(), problem, ["#### 6.0"]).reward == 1

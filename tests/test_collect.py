@@ -4,15 +4,19 @@ what ended early.
 
 import json
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
+from typer.testing import CliRunner
 
+from composer_nb.cli import app
 from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.protocol import TeacherReply, TeacherStop, teacher_messages
 from composer_nb.replay.protocol import TeacherRequest as Request
 from composer_nb.tasks.arithmetic import Arithmetic
-from composer_nb.tasks.collect import collect, name_of, read_played
-from composer_nb.tasks.contract import EpisodeLost
+from composer_nb.tasks.collect import collect, name_of, read_played, score_of
+from composer_nb.tasks.contract import EpisodeLost, family_of
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
 from composer_nb.tasks.tool_calls_multi_turn import MultiTurn
@@ -136,6 +140,101 @@ def test_bad_input_is_named(tmp_path):
     path.write_text('{"key": 1}\n')
     with pytest.raises(ValueError, match="played.jsonl:1 is no episode"):
         collect(Scripted(FILES, tasks), FILES, tasks, path)
+
+
+class Knowing(BaseHTTPRequestHandler):
+    """An endpoint in OpenAI's chat format that knows the answers: as text, or as native calls."""
+
+    solutions: dict[str, str] = {}
+    native = False
+    asked = 0
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).asked += 1
+        text = self.solutions[json.dumps(body["messages"])]
+        message = {"role": "assistant", "content": text}
+        if self.native and text.startswith(("[", "{")):
+            made = json.loads(text)
+            calls = [
+                {"id": f"c{i}", "type": "function",
+                 "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])}}
+                for i, one in enumerate(made if isinstance(made, list) else [made])
+            ]  # fmt: skip
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        told = {"model": body["model"], "choices": choices, "usage": usage}
+        data = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        return
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", ["multi_turn_base", "multi_turn_miss_func", "files_json", "arithmetic"])
+def test_a_model_behind_http_that_knows_all_solves_all(tmp_path, name, native):
+    family, known = family_of(name), {}
+    for task in family.tasks("heldout", 5):
+        episode, answers = family.episode(task), iter(family.reference(task))
+        while not episode.done:
+            context, text = json.dumps(list(teacher_messages(episode.messages()))), next(answers)
+            if native and text.startswith("[") and len(made := json.loads(text)) == 1:
+                text = json.dumps(made[0])  # as a single native call is written
+            known[context] = text
+            episode.step(text)
+    handler = type("Handler", (Knowing,), {"solutions": known, "native": native})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        where = ["--base-url", f"http://127.0.0.1:{server.server_port}/v1", "--out", str(tmp_path / "p")]
+        words = ["score", name, "--model", "vendor/knowing", "--count", "5", *where]
+        first, asked = CliRunner().invoke(app, words), handler.asked
+        again = CliRunner().invoke(app, words)
+        server.shutdown()
+    assert first.exit_code == 0, first.output
+    assert "solved: 1.000 (0.566 to 1.000) of 5 episodes\nreward: 1.000\n" in first.output
+    assert again.exit_code == 0 and handler.asked == asked > 0
+    assert "solved: 1.000" in again.output
+
+
+def test_a_score_has_an_interval_and_says_what_went_wrong(tmp_path):
+    tasks = FILES.tasks("heldout", 4)
+    right = collect(Scripted(FILES, tasks), FILES, tasks, tmp_path / "a", progress=False)
+    wrong = collect(
+        Scripted(FILES, tasks, refuse=lambda context: "too long"),
+        FILES,
+        tasks,
+        tmp_path / "b",
+        progress=False,
+    )
+    found = score_of([*right, *wrong])
+    assert (found.solved, found.episodes, found.skipped) == (0.5, 8, {"too long": 4})
+    assert (found.low, found.high) == (pytest.approx(0.2152, abs=1e-4), pytest.approx(0.7848, abs=1e-4))
+    assert "    4 too long" in str(found)
+    with pytest.raises(ValueError, match="no episode was played"):
+        score_of([])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nonsense", "--base-url", "http://127.0.0.1:9/v1"], "'nonsense' is not one of files"),
+        (["files", "--base-url", "http://127.0.0.1:9/v1", "--count", "0"], "no episode was played"),
+        (
+            ["files", "--base-url", "https://openrouter.ai/api/v1"],
+            "may cost money: say how much may be spent",
+        ),
+    ],
+)
+def test_a_score_that_cannot_be_had_says_why(tmp_path, words, says):
+    told = ["score", *words, "--model", "vendor/x", "--out", str(tmp_path / "p.jsonl")]
+    asked = CliRunner().invoke(app, told)
+    assert asked.exit_code == 1 and says in asked.output and "Traceback" not in asked.output
 
 
 class Priced(Scripted):

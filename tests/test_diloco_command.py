@@ -183,7 +183,9 @@ def test_watch_ends_at_once_by_hand(tmp_path):
     run(tmp_path, 1)
     world = World(open_bucket(tmp_path))
     world.bucket.under("run").put("members/00007/00000000.json", beating())
-    command = [sys.executable, "-c", "from composer_nb.cli import main; main()", "diloco", "watch"]
+    by_hand = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a job may ignore it
+    started = f"{by_hand}; from composer_nb.cli import main; main()"
+    command = [sys.executable, "-c", started, "diloco", "watch"]
     asked = subprocess.Popen(
         [*command, str(tmp_path), "--run-id", "run", "--lease-s", "0.2"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -5,11 +5,15 @@ import json
 import pytest
 from transformers.utils import get_json_schema
 
+from composer_nb.tasks.arithmetic import Arithmetic
 from composer_nb.tasks.contract import run
 from composer_nb.tasks.files.engine import tools
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
+from composer_nb.tasks.house_rules import HouseRules, rules_of
+from composer_nb.tasks.ruled import Ruled
 from composer_nb.tasks.surfaces import JsonCalls
+from composer_nb.tasks.tool_calls_multi_turn import MultiTurn
 from composer_nb.training.environments import (
     PYTHON_TYPES,
     FamilyEnvironment,
@@ -131,6 +135,15 @@ def test_a_turn_is_found_among_several_calls_and_calls_of_no_tool():
 def test_a_family_that_reads_lines_and_tools_that_hide_methods_are_refused():
     with pytest.raises(ValueError, match="reads lines"):
         environment_of(Files(), TASKS, tools())
+    house = HouseRules(rules_of(1, kinds=("wrapped",)))
+    over_files = Ruled(FAMILY, rules_of(1, kinds=("constant",)))
+    for family in (house, over_files):
+        with pytest.raises(ValueError, match="house rules about how a call is written"):
+            environment_of(family, family.tasks("train", 2), {})
+    for family, split in ((Arithmetic(), "train"), (MultiTurn(), "heldout")):
+        with pytest.raises(ValueError, match="is no JSON call, so no method can say it"):
+            environment_of(family, family.tasks(split, 2), {})
+    environment_of(Ruled(FAMILY, ()), TASKS, tools())  # without rules the calls are plain
     for name in ("reset", "get_reward", "_call"):
         with pytest.raises(ValueError, match=name):
             environment_of(FAMILY, TASKS, {name: tools()["ls"]})

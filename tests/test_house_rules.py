@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_rule_that_the_plain_call_breaks_earns_nothing_without_partial_credit_
     ],
 )
 def test_any_text_is_answered(text):
-    for rules in (rules_of(0), rules_of(len(KINDS))):
+    for rules in (rules_of(0), rules_of(0, kinds=tuple(KINDS))):
         turn = answered(text, QUESTIONS[0], rules)
         assert not turn.exact and turn.reward <= 0.2 and turn.fault is not None
 
@@ -122,6 +123,21 @@ def test_a_fault_has_the_kind_that_the_contract_names(spoil, kind):
 def test_the_same_seed_draws_the_same_rules_and_other_seeds_others():
     said = [tuple(rule.says for rule in rules_of(3, seed)) for seed in (0, 0, 1, 2, 3)]
     assert said[0] == said[1] and len(set(said)) >= 4
+
+
+def test_a_kind_that_no_hint_lifts_is_drawn_by_no_seed():
+    drawn = {rule.kind for seed in range(200) for rule in rules_of(2, seed)}
+    assert drawn == KINDS.keys() - {"arguments_first"}
+    assert rules_of(0, 0, ("arguments_first",))[0].kind == "arguments_first"
+
+
+def test_an_answer_without_end_is_no_call():
+    question = QUESTIONS[0]
+    long = json.dumps(reference_call(question) | {"note": "x" * 10_000_000})
+    began = time.perf_counter()
+    turn = answered(long, question, rules_of(1, kinds=("wrapped",)))
+    assert turn.reward == 0 and turn.fault.kind == "no_call" and len(turn.fault.text) < 200
+    assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize(

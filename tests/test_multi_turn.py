@@ -1,5 +1,6 @@
 """The leaderboard's multi-turn set: ours beside the official check, and text that reaches no interpreter."""
 
+import importlib
 import json
 import random
 import time
@@ -7,6 +8,8 @@ import time
 import pytest
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
 from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+from watch import HOSTILE as SHELL
+from watch import SEEN, nothing_of_the_host
 
 from composer_nb.tasks.contract import CLAIMS, Call, Fault, contract_problems, run, splits_of
 from composer_nb.tasks.tool_calls_multi_turn import (
@@ -22,6 +25,8 @@ from composer_nb.tasks.tool_calls_multi_turn import (
     miscalled,
     missing_responses,
     parsed_call,
+    tool_lines,
+    tools_text,
 )
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
@@ -55,8 +60,40 @@ def test_every_solution_passes_ours_and_the_official_check(category):
     assert len(entries) == 200
     for number, entry in enumerate(entries):
         assert first_mistake(entry, entry.solution) is None, entry.id
-        if number % (1 if category == "base" else 5) == 0:
-            assert official(entry, entry.solution, f"{category}{number}") is None
+        assert official(entry, entry.solution, f"{category}{number}") is None, entry.id
+
+
+def test_a_withheld_tool_is_on_no_list_until_its_turn():
+    prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
+    family = MultiTurn("miss_func")
+    for entry in load_multi_turn("miss_func"):
+        assert entry.withheld
+        opening = [f"\n{tool}(" in tools_text(entry) for tool in entry.withheld]
+        handed = [
+            n
+            for n, said in enumerate(entry.requests)
+            if said.endswith(prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)
+        ]
+        assert not any(opening) and len(handed) == 1 and not entry.solution[handed[0] - 1]
+        assert all(said.strip() for said in entry.requests)
+        assert {line.partition("(")[0] for line in entry.requests[handed[0]].splitlines()[:-1]} == set(
+            entry.withheld
+        )
+        assert "\n".join([tools_text(entry), tool_lines(entry.withheld)]).count("(") == sum(
+            len(documented(name)) for name in entry.classes
+        )
+    episode = family.episode(entry)
+    for answer in family.reference(entry):
+        shown = "".join(
+            message["content"] for message in episode.messages() if message["role"] != "assistant"
+        )
+        known = episode.talk.number >= handed[0]
+        assert all((f"{tool}(" in shown) == known for tool in entry.withheld)
+        episode.step(answer)
+    assert episode.outcome().solved
+    assert not any(
+        entry.withheld for name in ("base", "miss_param", "long_context") for entry in load_multi_turn(name)
+    )
 
 
 def mutants(entry, rng):
@@ -86,9 +123,10 @@ def mutants(entry, rng):
     yield [list(reversed(turn)) for turn in turns]
 
 
-def test_the_official_check_says_the_same_of_mutants():
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_the_official_check_says_the_same_of_mutants(category):
     rng, tried, wrong, kinds = random.Random(0), 0, [], set()
-    for entry in ENTRIES[::2]:
+    for entry in load_multi_turn(category)[::2]:
         for calls in mutants(entry, rng):
             ours = first_mistake(entry, calls)
             theirs = official(entry, calls, tried)
@@ -142,6 +180,27 @@ def test_a_call_is_a_name_and_literals_or_is_refused(text):
     with pytest.raises(ValueError, match="literal arguments"):
         parsed_call(text, arguments_in_order())
     assert parsed_call("cd('x')", arguments_in_order()) == Call("cd", {"folder": "x"})
+
+
+def test_hostile_words_reach_neither_interpreter_nor_disk():
+    def said_and_called(text):
+        found = calls_in(text, worlds)
+        for call in [] if isinstance(found, Fault) else found:
+            assert isinstance(worlds.call(call), str)
+
+    for name in backends():
+        entry = next(e for e in ENTRIES if name in e.classes)
+        tools = documented(name)
+        for tool in tools:  # engines import what they need at their first call
+            Worlds(entry).call(Call(tool, dict.fromkeys(arguments_in_order()[tool], "warm up")))
+        worlds = Worlds(entry)
+        with nothing_of_the_host():
+            for text in [*SHELL, *HOSTILE]:
+                said_and_called(text)
+                for tool in tools:
+                    given = dict.fromkeys(arguments_in_order()[tool], text)
+                    said_and_called(json.dumps({"name": tool, "arguments": given}))
+        assert SEEN == [], name
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,6 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from composer_nb.adapters.openenv import (
-    FAMILIES as SERVED,
-)
-from composer_nb.adapters.openenv import (
     EpisodeAction,
     EpisodeClient,
     EpisodeEnvironment,
@@ -49,6 +46,7 @@ from composer_nb.cli import app
 from composer_nb.drills import episode_server
 from composer_nb.drills.episode_server import EpisodeServer
 from composer_nb.tasks.contract import CLAIMS, EpisodeLost, garbled
+from composer_nb.tasks.contract import FAMILIES as SERVED
 from composer_nb.tasks.files.engine import tools
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty

@@ -146,6 +146,53 @@ def test_an_unknown_argument_is_a_fault_only_where_the_schema_says_so() -> None:
     assert misfits(call("t", x=1), [strict], inferred=["t"]) == []
 
 
+DEEP = {
+    "name": "t",
+    "parameters": {
+        "type": "object",
+        "required": ["mode"],
+        "properties": {
+            "mode": {"type": "string", "enum": ["read", "write"]},
+            "count": {"enum": [1, 2]},
+            "edits": {
+                "type": "array",
+                "items": {
+                    "type": "object", "required": ["old"], "additionalProperties": False,
+                    "properties": {"old": {"type": "string"}, "line": {"type": "integer"}},
+                },
+            },
+            "where": {"anyOf": [{"type": "string"}, {"type": "object", "required": ["path"]}]},
+            "far": {"$ref": "#/$defs/far"},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"mode": "append"}, "'mode' is none of the 2 values that are allowed"),
+        ({"count": True}, "'count' is none of the 2 values that are allowed"),
+        ({"edits": [{"old": "a"}, {"line": 1}]}, "'old' is missing in an item of 'edits'"),
+        ({"edits": [{"old": 3}]}, "'old' in an item of 'edits' is integer, not string"),
+        ({"edits": [{"old": "a", "new": "b"}]}, "'new' is unknown in an item of 'edits'"),
+        ({"edits": {"old": "a"}}, "'edits' is object, not array"),
+        ({"where": {"file": "x"}}, "'where' fits none of the 2 forms that are allowed"),
+        ({"where": 3}, "'where' fits none of the 2 forms that are allowed"),
+        ({"count": 2, "edits": [{"old": "a", "line": 2}], "where": {"path": "x"}, "far": 3, "own": 1}, None),
+    ],
+)
+def test_values_are_held_to_the_schema_all_the_way_down(more, says) -> None:
+    found = misfits(call("t", **({"mode": "read"} | more)), [DEEP])
+    assert found == ([] if says is None else [f"t: {says}"])
+    assert misfits(call("t", **({"mode": "read"} | more)), [DEEP], inferred=["t"]) == []
+    if says:
+        asked = state(call("t", mode="read"), tools=[DEEP])
+        wrong = call("t", **({"mode": "read"} | more))
+        votes = consensus(asked, {"A": wrong, "B": wrong, "C": wrong, "D": call("t", mode="write")})
+        assert votes.winner != wrong and votes.invalid.keys() == {"A", "B", "C"}
+
+
 # --- votes ------------------------------------------------------------------------------------------
 
 

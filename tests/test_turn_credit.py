@@ -183,12 +183,27 @@ def test_it_goes_with_the_other_options(tmp_path, options):
 
 
 def test_sizes_on_hinted_turns_are_the_teachers_and_signs_the_turns(tmp_path):
-    trainer = build(
-        tmp_path, hint=lambda turn: "Reminder: one command.", alpha_sdpo=1.0, rlsd=1.0, rlsd_steps=100
-    )
-    _, seen = watched(trainer)
-    mask, found = seen[0]["sdpo_loss_mask"], seen[0]["advantages"]
-    assert mask.any() and found.dim() == 2 and (found != 0).any()
+    def ran(name, **options):
+        torch.manual_seed(0)
+        hint = lambda turn: "Reminder: one command."  # noqa: E731
+        model = tiny.model()
+        with torch.no_grad():
+            for weight in model.parameters():  # as it comes, every next token is about as likely
+                weight.mul_(16.0 if weight.ndim > 1 else 1.0)
+        trainer = build(tmp_path / name, hint=hint, alpha_sdpo=1.0, model=model, **options)
+        return watched(trainer)[1][0]
+
+    plain, sized = ran("plain"), ran("sized", rlsd=1.0, rlsd_steps=100)
+    assert torch.equal(plain["completion_ids"], sized["completion_ids"])
+    before, after = plain["advantages"], sized["advantages"]
+    batch, column = sized["sdpo_loss_mask"].nonzero(as_tuple=True)
+    at = sized["student_response_idx"][batch, column] - sized["prompt_ids"].shape[1]
+    hinted = torch.zeros_like(after, dtype=torch.bool)
+    hinted[batch, at] = True
+    assert hinted.any() and (~hinted).any() and (before[hinted] != 0).any()
+    assert torch.equal(before[~hinted], after[~hinted])
+    assert torch.equal(before[hinted].sign(), after[hinted].sign())
+    assert (before[hinted].abs() - after[hinted].abs()).abs().max() > 0.01
 
 
 def test_a_lost_rollout_has_no_advantage(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000004
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import threading
@@ -26,15 +25,25 @@ from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 from websockets.exceptions import WebSocketException
 
-from ..tasks.contract import Call, EpisodeLost, Fault, Outcome, Split, TaskFamily, Turn, splits_of
+from composer_nb.tasks.contract import (
+    Call,
+    EpisodeLost,
+    Fault,
+    Outcome,
+    Split,
+    TaskFamily,
+    Turn,
+    family_of,
+    splits_of,
+)
 from ..tasks.tool_calls import REMEDY
 
 # %% auto #0
-__all__ = ['FAMILIES', 'MANIFEST', 'SERVER', 'PROJECT', 'REPOSITORY', 'README', 'DOCKERFILE', 'EpisodeAction',
-           'EpisodeObservation', 'EpisodeState', 'turn_as_json', 'RemoteTurn', 'turn_from_json', 'TaskShelf',
-           'TaskLists', 'observation_of', 'refusal', 'EpisodeEnvironment', 'app_of', 'EpisodeClient', 'Loan',
-           'RemoteEpisode', 'RemoteTask', 'tasks_at', 'for_good', 'remedy', 'checked_family', 'opened', 'idle_or_none',
-           'close_all', 'connected', 'RemoteFamily', 'family_of', 'write_package']
+__all__ = ['MANIFEST', 'SERVER', 'PROJECT', 'REPOSITORY', 'README', 'DOCKERFILE', 'EpisodeAction', 'EpisodeObservation',
+           'EpisodeState', 'turn_as_json', 'RemoteTurn', 'turn_from_json', 'TaskShelf', 'TaskLists', 'observation_of',
+           'refusal', 'EpisodeEnvironment', 'app_of', 'EpisodeClient', 'Loan', 'RemoteEpisode', 'RemoteTask',
+           'tasks_at', 'for_good', 'remedy', 'checked_family', 'opened', 'idle_or_none', 'close_all', 'connected',
+           'RemoteFamily', 'write_package']
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000006
 class EpisodeAction(Action):
@@ -414,28 +423,6 @@ class RemoteFamily:
             self._idle.append(client)
         else:
             threading.Thread(target=client.close, daemon=True).start()  # one that is gone takes its time
-
-# %% ../../nbs/frameworks/53_openenv.ipynb #oe000030
-def _tasks(module: str) -> Any:  # imported when a family of it is asked for
-    return importlib.import_module(f"composer_nb.tasks.{module}")
-
-
-FAMILIES: dict[str, Callable[[], TaskFamily]] = {
-    "files": lambda: _tasks("files.episodes").Files(),
-    "files_json": lambda: _tasks("files.episodes").Files(_tasks("surfaces").JsonCalls(), name="files_json"),
-    "house_rules": lambda: _tasks("house_rules").HouseRules(_tasks("house_rules").rules_of(2)),
-    "arithmetic": lambda: _tasks("arithmetic").Arithmetic(),
-} | {
-    f"multi_turn_{part}": lambda of=part: _tasks("tool_calls_multi_turn").MultiTurn(of, f"multi_turn_{of}")
-    for part in ("base", "miss_func", "miss_param", "long_context")
-}  # fmt: skip
-
-
-def family_of(name: str) -> TaskFamily:
-    "Raises ValueError for a family that is not served."
-    if name not in FAMILIES:
-        raise ValueError(f"family {name!r} is not one of {', '.join(FAMILIES)}")
-    return FAMILIES[name]()
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe0000b1
 MANIFEST = """spec_version: 1

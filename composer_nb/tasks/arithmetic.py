@@ -145,13 +145,19 @@ def gsm8k_problem(id: str, question: str, answer: str) -> Problem:
 
 
 def load_gsm8k(source: str | Path = "openai/gsm8k", split: str = "train") -> list[Problem]:
-    "From a file of JSON lines with `question` and `answer`, or a hub id."
+    """From a file of JSON lines with `question` and `answer`, or a hub id. Raises OSError, with the remedy,
+    where neither can be had.
+    """
     if Path(source).is_file():
         rows = [json.loads(line) for line in Path(source).read_text(encoding="utf-8").splitlines() if line]
     else:
         from datasets import load_dataset
 
-        rows = list(load_dataset(str(source), "main", split=split))
+        try:
+            rows = list(load_dataset(str(source), "main", split=split))
+        except OSError as error:  # no network, no such file, no such set
+            remedy = "give a file of JSON lines with `question` and `answer`, or connect to the hub"
+            raise OSError(f"{source} is no file here and could not be fetched ({error}): {remedy}") from error
     return [gsm8k_problem(f"gsm8k-{split}-{i}", r["question"], r["answer"]) for i, r in enumerate(rows)]
 
 # %% ../../nbs/tasks/30_arithmetic.ipynb #ar000013

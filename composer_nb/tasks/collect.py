@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ from .contract import Episode, EpisodeLost, TaskFamily
 from ..traces.state import Action, TraceState
 
 # %% auto #0
-__all__ = ['Ask', 'Played', 'answered_by', 'name_of', 'read_played', 'drop_cut_line', 'play_all', 'paid', 'collect']
+__all__ = ['Ask', 'Played', 'said_by', 'answered_by', 'name_of', 'read_played', 'drop_cut_line', 'play_all', 'paid', 'collect',
+           'Score', 'score_of']
 
 # %% ../../nbs/tasks/50_collect.ipynb #co000006
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Played:
 Ask = Callable[[TeacherRequest], Awaitable[TeacherReply]]
 
 
+def said_by(action: Action) -> str:
+    "An answer as text: what was written, or the calls that were made; several of them as a list."
+    made = [{"name": call.name, "arguments": call.arguments} for call in action.tool_calls]
+    return json.dumps(made[0] if len(made) == 1 else made) if made else action.text
+
+# %% ../../nbs/tasks/50_collect.ipynb #co00018b
 async def answered_by(
     teacher: Teacher, episode: Episode, key: str, limit: int = 64, ask: Ask | None = None
 ) -> Played | None:
@@ -73,7 +82,7 @@ async def answered_by(
         if reply.action is None:
             skipped = reply.reason or "no answer"
             break
-        text = reply.action.text
+        text = said_by(reply.action)
         try:
             episode.step(text)
         except EpisodeLost as error:
@@ -191,3 +200,35 @@ def collect(
         cure = f"raise ceiling_usd={ceiling_usd}; what was answered is not paid again"
         raise TeacherStop(teacher.name, None, f"{left} of {len(named)} episodes are not done: {cure}")
     return [done[name] for name, _ in named]
+
+# %% ../../nbs/tasks/50_collect.ipynb #co000s02
+@dataclass(frozen=True)
+class Score:
+    "Of `episodes`: the share that is solved, between `low` and `high`; mean reward; faults and early ends."
+
+    episodes: int
+    solved: float
+    low: float
+    high: float
+    reward: float
+    faults: Mapping[str, int]
+    skipped: Mapping[str, int]
+
+    def __str__(self) -> str:
+        share = f"solved: {self.solved:.3f} ({self.low:.3f} to {self.high:.3f}) of {self.episodes} episodes"
+        counts = [f"{n:5} {why}" for why, n in [*self.faults.items(), *self.skipped.items()]]
+        return "\n".join([share, f"reward: {self.reward:.3f}", *counts])
+
+
+def score_of(played: Sequence[Played]) -> Score:
+    "Raises ValueError for no episodes."
+    if not played:
+        raise ValueError("no episode was played, so there is no score")
+    count, z = len(played), 1.959964
+    share = sum(one.solved for one in played) / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    faults = Counter(fault for one in played for fault in one.faults if fault)
+    skipped = Counter(one.skipped for one in played if one.skipped)
+    reward = sum(one.reward for one in played) / count
+    return Score(count, share, max(0.0, middle - half), min(1.0, middle + half), reward, faults, skipped)

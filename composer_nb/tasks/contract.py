@@ -5,6 +5,7 @@
 # %% ../../nbs/tasks/02_contract.ipynb #ct000005
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -12,8 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..hints.leaks import leaked_values
 
 # %% auto #0
-__all__ = ['FaultKind', 'FAULTS', 'Split', 'SPLITS', 'CLAIMS', 'Spoil', 'Call', 'Fault', 'Turn', 'Outcome', 'splits_of',
-           'EpisodeLost', 'Episode', 'TaskFamily', 'play', 'garbled', 'run', 'leaks_of', 'contract_problems']
+__all__ = ['FaultKind', 'FAULTS', 'Split', 'SPLITS', 'CLAIMS', 'Spoil', 'FAMILIES', 'Call', 'Fault', 'Turn', 'Outcome',
+           'splits_of', 'EpisodeLost', 'Episode', 'TaskFamily', 'play', 'garbled', 'run', 'leaks_of',
+           'contract_problems', 'family_of']
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000007
 FaultKind = Literal[
@@ -215,8 +217,8 @@ def _task_problems(family: TaskFamily, task: Any, spoil: Spoil) -> list[str]:
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000024
 def _hint_problems(family: TaskFamily, task: Any, outcome: Outcome, answers: Sequence[str]) -> list[str]:
-    """Hints of an outcome's faulty turns that give an answer away; the turns are played again for their
-    context. Where a request takes several answers, none of them may be told.
+    """Hints and fault texts of an outcome's turns that give an answer away; the turns are played again for
+    their context. Where a request takes several answers, none of them may be told.
     """
     episode, found = family.episode(task), []
     all_secrets = family.secrets(task)
@@ -224,9 +226,32 @@ def _hint_problems(family: TaskFamily, task: Any, outcome: Outcome, answers: Seq
         several = len(answers) > len(all_secrets)
         untold, secrets = answers if several else [answers[turn.number]], all_secrets[turn.number]
         context = "\n".join(str(message["content"]) for message in episode.messages())
-        for kind, hint in family.hints(turn).items():
+        told = family.hints(turn) | ({"fault": turn.fault.text} if turn.fault else {})
+        for kind, hint in told.items():
             each = (leaks_of(hint, turn, answer, secrets, context) for answer in untold)
             if leaked := next(filter(None, each), []):
                 found.append(f"hint {kind!r} gives away {leaked!r:.100}: {hint:.200}")
         episode.step(turn.said)
     return found
+
+# %% ../../nbs/tasks/02_contract.ipynb #ct000f02
+def _tasks(module: str) -> Any:  # imported when a family of it is asked for
+    return importlib.import_module(f"composer_nb.tasks.{module}")
+
+
+FAMILIES: dict[str, Callable[[], TaskFamily]] = {
+    "files": lambda: _tasks("files.episodes").Files(),
+    "files_json": lambda: _tasks("files.episodes").Files(_tasks("surfaces").JsonCalls(), name="files_json"),
+    "house_rules": lambda: _tasks("house_rules").HouseRules(_tasks("house_rules").rules_of(2)),
+    "arithmetic": lambda: _tasks("arithmetic").Arithmetic(),
+} | {
+    f"multi_turn_{part}": lambda of=part: _tasks("tool_calls_multi_turn").MultiTurn(of, f"multi_turn_{of}")
+    for part in ("base", "miss_func", "miss_param", "long_context")
+}  # fmt: skip
+
+
+def family_of(name: str) -> TaskFamily:
+    "Raises ValueError for a family that nobody knows."
+    if name not in FAMILIES:
+        raise ValueError(f"family {name!r} is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]()

@@ -25,8 +25,8 @@ from composer_nb.tasks.tool_calls import (
 )
 
 # %% auto #0
-__all__ = ['Object', 'KINDS', 'HintKind', 'Rule', 'arguments_of', 'with_arguments', 'rules_of', 'obeyed', 'undone', 'read_object',
-           'HouseTurn', 'answered', 'house_hints', 'HouseEpisode', 'HouseRules']
+__all__ = ['Object', 'KINDS', 'UNDRAWN', 'LONGEST', 'HintKind', 'Rule', 'arguments_of', 'with_arguments', 'rules_of', 'obeyed',
+           'undone', 'read_object', 'HouseTurn', 'answered', 'house_hints', 'HouseEpisode', 'HouseRules']
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000007
 Object = dict[str, Any]
@@ -259,16 +259,20 @@ def _arguments_first(rng: random.Random) -> Rule:
     return Rule("arguments_first", "the arguments must stand before the name", obey, undo, stage=4)
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000019
+UNDRAWN = frozenset({"arguments_first"})  # no hint about it was followed (spike 011c): by name only
+
+
 def rules_of(count: int, seed: int = 0, kinds: Sequence[str] = ()) -> tuple[Rule, ...]:
     """`count` rules of different kinds, drawn by seed, or those of `kinds`. Raises ValueError for more rules
-    than there are kinds, and for an unknown kind.
+    than kinds that are drawn, and for an unknown kind.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"unknown kinds {unknown}; known: {', '.join(KINDS)}")
     rng = random.Random(f"house rules {seed}")
-    if not 0 <= count <= len(KINDS):
-        raise ValueError(f"{count} rules asked for, and there are {len(KINDS)} kinds")
-    chosen = list(kinds) or rng.sample(sorted(KINDS), count)
+    drawn = sorted(KINDS.keys() - UNDRAWN)
+    if not 0 <= count <= len(drawn):
+        raise ValueError(f"{count} rules asked for, and {len(drawn)} kinds are drawn; name others in `kinds`")
+    chosen = list(kinds) or rng.sample(drawn, count)
     rules = [KINDS[kind](random.Random(f"{kind} {seed}")) for kind in chosen]
     return tuple(sorted(rules, key=lambda rule: (rule.stage, rule.kind)))
 
@@ -293,6 +297,9 @@ def undone(form: Object, rules: Sequence[Rule]) -> tuple[Object, list[Rule]]:
     return form, broken[::-1]
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000024
+LONGEST = 20_000  # characters of an answer that are read
+
+
 def read_object(text: str) -> Object | None:
     "The JSON object that a text is; None for anything else."
     try:
@@ -315,7 +322,7 @@ class HouseTurn:
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr0000d1
 def answered(text: str, question: ToolQuestion, rules: Sequence[Rule], partial: bool = False) -> HouseTurn:
     "Grade an answer: first its rules, then the plain call."
-    form = read_object(text)
+    form = read_object(text) if len(text) <= LONGEST else None
     if form is None:
         return HouseTurn(0.0, False, Fault("no_call", "not one JSON object"), tuple(rules), None)
     plain, broken = undone(form, rules)

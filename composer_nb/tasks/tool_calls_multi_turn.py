@@ -21,8 +21,9 @@ from .tool_calls import data_folder
 
 # %% auto #0
 __all__ = ['Category', 'LARGEST', 'LARGEST_NUMBER', 'LONGEST', 'TEXTS', 'Entry', 'parsed_call', 'backends', 'documented',
-           'arguments_in_order', 'load_multi_turn', 'Worlds', 'Mistake', 'missing_responses', 'turn_fault',
-           'first_mistake', 'calls_in', 'tools_text', 'Conversation', 'MultiTurnEpisode', 'MultiTurn', 'miscalled']
+           'arguments_in_order', 'tool_lines', 'load_multi_turn', 'Worlds', 'Mistake', 'missing_responses',
+           'turn_fault', 'first_mistake', 'calls_in', 'tools_text', 'Conversation', 'MultiTurnEpisode', 'MultiTurn',
+           'miscalled']
 
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000006
 Category = Literal["base", "miss_func", "miss_param", "long_context"]
@@ -38,6 +39,7 @@ class Entry:
     classes: tuple[str, ...]
     solution: tuple[tuple[Call, ...], ...]
     long_context: bool = False
+    withheld: tuple[str, ...] = ()  # tools that no list names before the request that hands them over
 
 
 def parsed_call(text: str, names: Mapping[str, Sequence[str]]) -> Call:
@@ -88,6 +90,11 @@ def arguments_in_order() -> dict[str, tuple[str, ...]]:
             found[tool] = tuple(inspect.signature(getattr(engine, tool)).parameters)[1:]
     return found
 
+
+def tool_lines(tools: Sequence[str]) -> str:
+    "Names and arguments of tools, a line each."
+    return "\n".join(f"{tool}({', '.join(arguments_in_order()[tool])})" for tool in tools)
+
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000008
 @functools.cache
 def load_multi_turn(category: Category = "base") -> tuple[Entry, ...]:
@@ -99,12 +106,15 @@ def load_multi_turn(category: Category = "base") -> tuple[Entry, ...]:
 
 
 def _entry(row: Mapping[str, Any], solution: Sequence[Sequence[str]], category: str) -> Entry:
-    names = arguments_in_order()
+    names, asked = arguments_in_order(), ["\n".join(m["content"] for m in turn) for turn in row["question"]]
+    handed = {int(turn): tuple(tools) for turn, tools in row.get("missed_function", {}).items()}
+    for turn, tools in handed.items():  # an empty request: the leaderboard's own sentence takes its place
+        prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
+        asked[turn] = f"{tool_lines(tools)}\n{prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC}"
     return Entry(
-        row["id"], tuple("\n".join(m["content"] for m in turn) for turn in row["question"]),
-        row["initial_config"], tuple(row["involved_classes"]),
+        row["id"], tuple(asked), row["initial_config"], tuple(row["involved_classes"]),
         tuple(tuple(parsed_call(text, names) for text in turn) for turn in solution),
-        category == "long_context",
+        category == "long_context", tuple(tool for tools in handed.values() for tool in tools),
     )  # fmt: skip
 
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000010
@@ -225,11 +235,10 @@ TEXTS = {
 
 
 def tools_text(entry: Entry) -> str:
-    "Names and arguments of the tools, a line each."
-    tools = [tool for name in entry.classes for tool in documented(name)]
-    lines = [f"{tool}({', '.join(arguments_in_order()[tool])})" for tool in tools]
+    "How to answer, and the tools that are there from the start."
+    tools = [tool for name in entry.classes for tool in documented(name) if tool not in entry.withheld]
     form = "Answer with one JSON object of name and arguments, or a list of them. At the end say Done."
-    return "\n".join([form, "Tools:", *lines])
+    return f"{form}\nTools:\n{tool_lines(tools)}"
 
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000016
 class Conversation:

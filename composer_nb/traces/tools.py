@@ -166,20 +166,47 @@ def misfits(action: Action, tools: Sequence[Schema], inferred: Iterable[str] = (
 
 
 def _faults(arguments: Mapping[str, Any], parameters: Schema, guessed: bool) -> Iterator[str]:
-    properties = parameters.get("properties") or {}
-    for name in parameters.get("required") or ():
-        if name not in arguments and "default" not in (properties.get(name) or {}):
-            yield f"{name!r} is missing"
-    for name, value in arguments.items():
-        if name not in properties:
-            if not guessed and parameters.get("additionalProperties") is False:
-                yield f"{name!r} is unknown"
-            continue
-        wanted = properties[name].get("type") if isinstance(properties[name], Mapping) else None
-        if wanted and not guessed and not _is_one_of(value, wanted):
-            yield f"{name!r} is {json_type(value)}, not {wanted}"
+    if guessed:  # of an inferred schema only the names that every call had are held to
+        lacking = [name for name in parameters.get("required") or () if name not in arguments]
+        yield from (f"{name!r} is missing" for name in lacking)
+    else:
+        yield from _object_faults(arguments, parameters)
 
 
 def _is_one_of(value: Any, wanted: str | Sequence[str]) -> bool:
     types, found = {wanted} if isinstance(wanted, str) else set(wanted), json_type(value)
     return found in types or (found == "integer" and "number" in types)
+
+# %% ../../nbs/data/09_tools.ipynb #tools15b
+def _object_faults(value: Mapping[str, Any], schema: Schema, path: str = "") -> Iterator[str]:
+    properties, where = schema.get("properties") or {}, f" in {path}" if path else ""
+    for name in schema.get("required") or ():
+        if name not in value and "default" not in (properties.get(name) or {}):
+            yield f"{name!r} is missing{where}"
+    for name, item in value.items():
+        if name in properties:
+            yield from _value_faults(item, properties[name], f"{name!r}{where}")
+        elif schema.get("additionalProperties") is False:
+            yield f"{name!r} is unknown{where}"
+
+
+def _value_faults(value: Any, schema: Any, path: str) -> Iterator[str]:
+    "What hides behind `$ref` fits; nothing inside a value of the wrong type is looked at."
+    if not isinstance(schema, Mapping):
+        return
+    forms, wanted = schema.get("anyOf") or schema.get("oneOf") or (), schema.get("type")
+    if forms and all(any(_value_faults(value, form, path)) for form in forms):
+        yield f"{path} fits none of the {len(forms)} forms that are allowed"
+    elif wanted and not _is_one_of(value, wanted):
+        yield f"{path} is {json_type(value)}, not {wanted}"
+    elif "enum" in schema and not _is_listed(value, schema["enum"]):
+        yield f"{path} is none of the {len(schema['enum'])} values that are allowed"
+    elif isinstance(value, Mapping):
+        yield from _object_faults(value, schema, path)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _value_faults(item, schema.get("items"), f"an item of {path}")
+
+
+def _is_listed(value: Any, listed: Iterable[Any]) -> bool:
+    return any(json_type(value) == json_type(one) and value == one for one in listed)  # 1 is not true

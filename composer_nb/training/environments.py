@@ -19,15 +19,16 @@ from ..hints.place import encode, render
 from ..tasks.contract import Call, EpisodeLost, TaskFamily
 from ..tasks.rollouts import Trajectory, between, plain
 from ..tasks.surfaces import JsonCalls, Tool
+from ..tasks.tool_calls import parse_call
 from .feedback import Feedback
 from .supervised_start import Rows
 from .turn_credit import turn_returns
 from .turns import TASK, Hint, TurnReward, Where, chosen, refuse_place
 
 # %% auto #0
-__all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'environment_of',
-           'environment_prompts', 'answers_of_turns', 'returns_by_answer', 'environment_feedback', 'faults_by_answer',
-           'SolvedWith', 'calls_of', 'answer_ids', 'tool_call_rows', 'message_of']
+__all__ = ['PYTHON_TYPES', 'signature_of', 'documentation_of', 'method_of', 'FamilyEnvironment', 'refuse_unwritten',
+           'environment_of', 'environment_prompts', 'answers_of_turns', 'returns_by_answer', 'environment_feedback',
+           'faults_by_answer', 'SolvedWith', 'calls_of', 'answer_ids', 'tool_call_rows', 'message_of']
 
 # %% ../../nbs/training/46_environments.ipynb #en000006
 PYTHON_TYPES = {
@@ -109,6 +110,22 @@ class FamilyEnvironment:
     def _returns(self, completion: Sequence[Mapping[str, Any]]) -> list[float]:
         return returns_by_answer(self, completion)
 
+# %% ../../nbs/training/46_environments.ipynb #enrefus0
+def refuse_unwritten(family: TaskFamily, tasks: Sequence[Any]) -> None:
+    """Raises ValueError for a family whose answers are not plain JSON calls: methods can say nothing else.
+    Of a served family only the server knows.
+    """
+    surface, name = getattr(family, "surface", None), getattr(family, "name", type(family).__name__)
+    if surface is not None and not isinstance(surface, JsonCalls):
+        raise ValueError(f"calls are written as JSON, and this family reads {surface.name}: use JsonCalls()")
+    if getattr(family, "rules", ()):
+        said = "has house rules about how a call is written, and methods write their calls themselves"
+        raise ValueError(f"{name} {said}: play it with TurnRollouts")
+    if hasattr(family, "reference") and len(tasks):
+        for answer in family.reference(tasks[0]):
+            if parse_call(answer)[1]:
+                raise ValueError(f"{name}: {answer!r:.80} is no JSON call, so no method can say it")
+
 # %% ../../nbs/training/46_environments.ipynb #en0000c1
 def environment_of(
     family: TaskFamily, tasks: Sequence[Any], tools: Mapping[str, Tool],
@@ -118,11 +135,9 @@ def environment_of(
 
     `turn_reward` says what a turn earned by itself, for `advantages="turn"`; `discount` is of later turns.
 
-    Raises ValueError for a family that reads something else, and for a tool that is named as TRL's methods.
+    Raises ValueError for a family that methods cannot answer, and for a tool that is named as TRL's methods.
     """
-    surface = getattr(family, "surface", None)
-    if surface is not None and not isinstance(surface, JsonCalls):
-        raise ValueError(f"calls are written as JSON, and this family reads {surface.name}: use JsonCalls()")
+    refuse_unwritten(family, tasks)
     if taken := [name for name in tools if name in ("reset", "get_reward") or name.startswith("_")]:
         raise ValueError(f"tools {taken} would hide methods that TRL calls")
     turn_returns([], discount)  # refuses what it cannot be

@@ -621,6 +621,23 @@ def test_a_figure_is_named_by_its_heading_and_axes():
     assert add_alt_texts(new_notebook(cells=[new_code_cell("show()", outputs=[plot])])) == 1
 
 
+def test_no_two_figures_of_a_page_are_named_alike():
+    pages = [
+        *ROOT.glob("nbs/*/*.ipynb"),
+        *ROOT.glob("spikes/*/*.ipynb"),
+        *ROOT.glob("spikes/*/runs/*/*.ipynb"),
+    ]
+    named = 0
+    for page in pages:
+        notebook = json.loads(page.read_text())
+        assert add_alt_texts(notebook) == 0, page
+        found = [cell["metadata"].get("mystnb", {}).get("image", {}).get("alt") for cell in notebook["cells"]]
+        texts = [text for text in found if text]
+        assert len(set(texts)) == len(texts), page
+        named += len(texts)
+    assert named > len(pages) / 2
+
+
 def test_the_newest_run_is_the_last_one_not_superseded(tmp_path):
     (tmp_path / "book").mkdir()
     write_runs(tmp_path)
