@@ -1,4 +1,4 @@
-"""Install with uv, which takes a tenth of pip's time: the same arguments, and what pip is configured with.
+"""Install with uv, which is much faster than pip: the same arguments, and what pip is configured with.
 
 `python scripts/install.py ARGUMENTS` does what `python -m pip install ARGUMENTS` does. uv reads nothing of
 pip's configuration, so indexes, folders of wheels, constraints and certificates are handed over; where pip is
@@ -68,7 +68,10 @@ def by_uv(words: Sequence[str]) -> str:
         return "uv could not be installed"
     said = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
     try:
-        told, variables = options(configured(said))
+        known = configured(said)
+        if any(word.partition("=")[0] in ("-i", "--index-url") for word in words):
+            known.pop("index-url", None)  # a word wins over a file, as it does for pip
+        told, variables = options(known)
     except ValueError as error:
         return str(error)
     done = subprocess.run([*UV, *told, *words], env=os.environ | variables, check=False)

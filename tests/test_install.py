@@ -87,6 +87,19 @@ def test_the_newest_wheel_that_pip_would_find_is_installed(
     assert record.read_text().strip() == by
 
 
+def test_an_index_that_is_named_wins_over_the_configured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(list(words))
+        return subprocess.CompletedProcess(words, 0, "global.index-url='https://own/simple'\n", "")
+
+    monkeypatch.setattr(install.subprocess, "run", run)
+    for named in ([], ["--index-url", "https://cpu"], ["--index-url=https://cpu"], ["-i", "https://cpu"]):
+        assert install.by_uv([*named, "torch"]) == ""
+        assert ("https://own/simple" in asked[-1]) == (named == [])
+
+
 def test_pip_says_what_neither_can_install(tmp_path: Path, wheels: Path) -> None:
     environment = os.environ | {"PIP_FIND_LINKS": str(wheels), "INSTALLER": "uv"}
     words = [sys.executable, str(ROOT / "scripts" / "install.py"), "--no-index"]
