@@ -5,6 +5,7 @@
 # %% ../nbs/launching/90_cli.ipynb #0c62e526
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -97,7 +98,7 @@ def _teacher(
 
     known = (Prices.load(prices) if prices else Prices.from_genai()) if ceiling_usd else None
     teacher = HTTPTeacher(model, base_url, api_key_env=key_env or None, prices=known, max_tokens=max_tokens)
-    if not (ceiling_usd or teacher.is_local or model.endswith(":free")):
+    if not ceiling_usd and teacher.price is None:
         raise ValueError(f"{base_url} may cost money: say how much may be spent, --ceiling-usd")
     return teacher
 
@@ -108,7 +109,7 @@ def score(
     model: Annotated[str, typer.Option(help="name of the model at its endpoint")],
     base_url: Annotated[str, typer.Option(help="of an endpoint in OpenAI's chat format")],
     count: Annotated[int, typer.Option(help="held-out tasks")] = 50,
-    out: Annotated[Path | None, typer.Option(help="file of the episodes; else FAMILY-MODEL.jsonl")] = None,
+    out: Annotated[Path | None, typer.Option(help="file of the episodes; else one for each setting")] = None,
     key_env: Annotated[str, typer.Option(help="variable that holds the key")] = "",
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 512,
     ceiling_usd: Annotated[float, typer.Option(help="at most so much is spent; 0 is nothing")] = 0.0,
@@ -119,7 +120,8 @@ def score(
     from composer_nb.tasks.collect import collect, score_of
     from composer_nb.tasks.contract import family_of
 
-    place = out or Path(f"{family}-{model.replace('/', '_')}.jsonl")
+    setting = hashlib.sha256(f"{base_url}\n{max_tokens}".encode()).hexdigest()[:6]
+    place = out or Path(f"{family}-{model.replace('/', '_')}-{setting}.jsonl")
     try:
         known = family_of(family)
         teacher = _teacher(model, base_url, key_env, max_tokens, ceiling_usd, prices)

@@ -19,6 +19,7 @@ from composer_nb.tasks.collect import collect, name_of, read_played, score_of
 from composer_nb.tasks.contract import EpisodeLost, family_of
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
+from composer_nb.tasks.house_rules import HouseRules, rules_of
 from composer_nb.tasks.tool_calls_multi_turn import MultiTurn
 from composer_nb.traces import Action, ChatIngester
 
@@ -147,7 +148,7 @@ class Knowing(BaseHTTPRequestHandler):
 
     solutions: dict[str, str] = {}
     native = False
-    asked = 0
+    asked = made = 0
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -156,6 +157,7 @@ class Knowing(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": text}
         if self.native and text.startswith(("[", "{")):
             made = json.loads(text)
+            type(self).made += 1
             calls = [
                 {"id": f"c{i}", "type": "function",
                  "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])}}
@@ -176,8 +178,13 @@ class Knowing(BaseHTTPRequestHandler):
         return
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("name", ["multi_turn_base", "multi_turn_miss_func", "files_json", "arithmetic"])
+AS_TEXT = ["files", "house_rules", "arithmetic", "multi_turn_base"]
+AS_CALLS = ["files_json", "house_rules", "multi_turn_base", "multi_turn_miss_func"]
+
+
+@pytest.mark.parametrize(
+    ("name", "native"), [*((name, False) for name in AS_TEXT), *((name, True) for name in AS_CALLS)]
+)
 def test_a_model_behind_http_that_knows_all_solves_all(tmp_path, name, native):
     family, known = family_of(name), {}
     for task in family.tasks("heldout", 5):
@@ -199,7 +206,23 @@ def test_a_model_behind_http_that_knows_all_solves_all(tmp_path, name, native):
     assert first.exit_code == 0, first.output
     assert "solved: 1.000 (0.566 to 1.000) of 5 episodes\nreward: 1.000\n" in first.output
     assert again.exit_code == 0 and handler.asked == asked > 0
-    assert "solved: 1.000" in again.output
+    assert "solved: 1.000" in again.output and (handler.made > 0) == native
+
+
+def test_other_rules_are_another_episode_and_another_setting_another_file(tmp_path, monkeypatch):
+    one, other = (HouseRules(rules_of(2, seed)) for seed in (0, 5))
+    task = one.tasks("heldout", 1)[0]
+    assert (
+        name_of(one, task, "m") == name_of(HouseRules(rules_of(2, 0)), task, "m") != name_of(other, task, "m")
+    )
+    monkeypatch.chdir(tmp_path)
+    made = []
+    kept = lambda teacher, family, tasks, place, **_: made.append(place) or []  # noqa: E731
+    monkeypatch.setattr("composer_nb.tasks.collect.collect", kept)
+    for words in ([], [], ["--max-tokens", "9"]):
+        where = ["--model", "v/m", "--base-url", "http://127.0.0.1:9/v1", *words]
+        CliRunner().invoke(app, ["score", "files", "--count", "1", *where])
+    assert made[0] == made[1] != made[2] and made[0].name.startswith("files-v_m-")
 
 
 def test_a_score_has_an_interval_and_says_what_went_wrong(tmp_path):

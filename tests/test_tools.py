@@ -193,6 +193,23 @@ def test_values_are_held_to_the_schema_all_the_way_down(more, says) -> None:
         assert votes.winner != wrong and votes.invalid.keys() == {"A", "B", "C"}
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        ({"enum": None}, 3, True), ({"enum": [1]}, 1.0, True), ({"enum": [1]}, True, False),
+        ({"const": "a"}, "a", True), ({"const": "a"}, "b", False), (True, 3, True),
+        ({"type": "string", "nullable": True}, None, True), ({"type": "string"}, None, False),
+        ({"type": "object", "required": True, "properties": {"y": True}}, {}, True),
+        ({"type": "object", "properties": None, "required": ["y"]}, {}, False),
+        ({"anyOf": None, "type": "string"}, "a", True), ({"type": "array", "items": True}, [1], True),
+    ],
+)  # fmt: skip
+def test_odd_schemas_of_the_wild_end_no_vote(schema, value, fits) -> None:
+    tool = {"name": "t", "parameters": {"type": "object", "properties": {"x": schema}, "required": ["x"]}}
+    assert (misfits(call("t", x=value), [tool]) == []) == fits
+    assert misfits(call("t"), [tool]) == ["t: 'x' is missing"]
+
+
 # --- votes ------------------------------------------------------------------------------------------
 
 

@@ -97,8 +97,13 @@ async def answered_by(
 
 # %% ../../nbs/tasks/50_collect.ipynb #co000008
 def name_of(family: TaskFamily, task: Any, model: str) -> str:
-    "SHA-256 (hex, 16 characters) of family, task and model."
-    return hashlib.sha256(f"{family.name}\n{model}\n{task!r}".encode()).hexdigest()[:16]
+    """SHA-256 (hex, 16 characters) of family and model, of what the model is asked first, and of what solves
+    the task: hidden rules stand in that alone. Of a served family, which keeps its solutions, of the task.
+    """
+    known = family.reference(task) if hasattr(family, "reference") else repr(task)
+    asked = family.episode(task).messages() if hasattr(family, "reference") else []
+    whole = json.dumps([family.name, model, asked, known], sort_keys=True, default=str)
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def read_played(path: str | os.PathLike[str]) -> dict[str, Played]:

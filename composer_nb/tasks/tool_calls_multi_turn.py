@@ -108,9 +108,10 @@ def load_multi_turn(category: Category = "base") -> tuple[Entry, ...]:
 def _entry(row: Mapping[str, Any], solution: Sequence[Sequence[str]], category: str) -> Entry:
     names, asked = arguments_in_order(), ["\n".join(m["content"] for m in turn) for turn in row["question"]]
     handed = {int(turn): tuple(tools) for turn, tools in row.get("missed_function", {}).items()}
-    for turn, tools in handed.items():  # an empty request: the leaderboard's own sentence takes its place
+    for turn, tools in handed.items():  # an empty request: the leaderboard's own words take its place
         prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
-        asked[turn] = f"{tool_lines(tools)}\n{prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC}"
+        words = prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
+        asked[turn] = words.format(functions=tool_lines(tools))
     return Entry(
         row["id"], tuple(asked), row["initial_config"], tuple(row["involved_classes"]),
         tuple(tuple(parsed_call(text, names) for text in turn) for turn in solution),

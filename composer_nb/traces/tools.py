@@ -179,34 +179,43 @@ def _is_one_of(value: Any, wanted: str | Sequence[str]) -> bool:
 
 # %% ../../nbs/data/09_tools.ipynb #tools15b
 def _object_faults(value: Mapping[str, Any], schema: Schema, path: str = "") -> Iterator[str]:
-    properties, where = schema.get("properties") or {}, f" in {path}" if path else ""
-    for name in schema.get("required") or ():
-        if name not in value and "default" not in (properties.get(name) or {}):
+    properties, where = _mapping(schema.get("properties")), f" in {path}" if path else ""
+    required, closed = schema.get("required"), schema.get("additionalProperties") is False
+    for name in required if isinstance(required, list) else ():
+        if name not in value and "default" not in _mapping(properties.get(name)):
             yield f"{name!r} is missing{where}"
     for name, item in value.items():
         if name in properties:
             yield from _value_faults(item, properties[name], f"{name!r}{where}")
-        elif schema.get("additionalProperties") is False:
+        elif closed:
             yield f"{name!r} is unknown{where}"
 
 
 def _value_faults(value: Any, schema: Any, path: str) -> Iterator[str]:
-    "What hides behind `$ref` fits; nothing inside a value of the wrong type is looked at."
-    if not isinstance(schema, Mapping):
+    """Nothing inside a value of the wrong type is looked at. What is no schema, and what hides behind `$ref`,
+    fits.
+    """
+    if not isinstance(schema, Mapping) or (value is None and schema.get("nullable") is True):
         return
-    forms, wanted = schema.get("anyOf") or schema.get("oneOf") or (), schema.get("type")
-    if forms and all(any(_value_faults(value, form, path)) for form in forms):
+    forms, wanted = schema.get("anyOf") or schema.get("oneOf"), schema.get("type")
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(forms, list) and all(any(_value_faults(value, form, path)) for form in forms):
         yield f"{path} fits none of the {len(forms)} forms that are allowed"
     elif wanted and not _is_one_of(value, wanted):
         yield f"{path} is {json_type(value)}, not {wanted}"
-    elif "enum" in schema and not _is_listed(value, schema["enum"]):
-        yield f"{path} is none of the {len(schema['enum'])} values that are allowed"
+    elif isinstance(listed, list) and not _is_listed(value, listed):
+        yield f"{path} is none of the {len(listed)} values that are allowed"
     elif isinstance(value, Mapping):
         yield from _object_faults(value, schema, path)
     elif isinstance(value, list):
         for item in value:
             yield from _value_faults(item, schema.get("items"), f"an item of {path}")
 
+# %% ../../nbs/data/09_tools.ipynb #tools15c
+def _is_listed(value: Any, listed: Sequence[Any]) -> bool:
+    same = lambda one: isinstance(one, bool) == isinstance(value, bool)  # noqa: E731
+    return any(same(one) and value == one for one in listed)  # 1 is 1.0, and it is not true
 
-def _is_listed(value: Any, listed: Iterable[Any]) -> bool:
-    return any(json_type(value) == json_type(one) and value == one for one in listed)  # 1 is not true
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,7 +1,8 @@
 """One cell of a ladder in a process of its own: `python arm.py SPEC.json ANSWER.json`, see
 `composer_nb.launch.ladder`.
 
-Spike 012's script, whole, with one arm more: `only_retakes` is `verified` without channel 1.
+Spike 012's script, whole, with one arm more: `only_retakes` is `verified` without channel 1. It does not stand
+there because that file is the identity of the cells that it has made, and does not change.
 """
 
 import importlib.util
