@@ -112,8 +112,8 @@ lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, on
 	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork
 
 .PHONY: lone-share
-lone-share: $(DEV_STAMP) model ## the same for pages whose code has changed since `lone`, spike 006, and a fifth of the others
-	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork --share 5
+lone-share: $(DEV_STAMP) model ## the same for pages whose code has changed since `lone`, spike 006, and a draw of the others
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork --share 4
 
 .PHONY: book
 book: $(DEV_STAMP) ## build the book with warnings as errors

@@ -10,10 +10,11 @@ TRL, are imported once for many pages; of each environment the first page starts
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
 same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
 on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there, is not in it yet or
-has other code by now, and adds to it. `--share 5` runs, of all pages, those whose code is not that of
-`book/lone.json`, spike 006, which no other stage runs, and one in five of the others, drawn anew by each
-commit: `make test` does that, and `make lone` runs them all. So a chapter whose own cells a commit changes is
-sure to run; a page that only imports what it changes, or a drill, runs by chance.
+has other code by now, and adds to it. `--share 4` runs, of all pages, those whose code is not that of
+`book/lone.json`, spike 006, which no other stage runs, and of the others one in four of one environment in
+three, drawn anew by each commit (an environment's installation takes as long as several pages): `make test`
+does that, and `make lone` runs them all. So a chapter whose own cells a commit changes is sure to run; a page
+that only imports what it changes, or a drill, runs by chance.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ NEVER_INHERITED = (
     "COMPOSER_NB_BOOK"
 )  # fmt: skip
 ALWAYS = "spikes/006_real_model_cpu/spike"  # `run_smoke.py` leaves it out
+ENVIRONMENTS_IN = 3  # of so many environments a share draws one
 SECOND_CHANCES = 2  # pages that may run once more, alone
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -129,11 +131,23 @@ def changed(ids: Mapping[str, str], kept: Mapping[str, object]) -> list[str]:
     return [page for page, one in ids.items() if page not in kept["ran"] or had.get(page, one) != one]
 
 
-def share_of(ids: Mapping[str, str], kept: Mapping[str, object], one_in: int, commit: str) -> list[str]:
-    """What changed, what no other stage runs, and one in so many of the other pages, drawn by the commit."""
-    must = [*changed(ids, kept), ALWAYS]
-    drawn = [page for page in ids if zlib.crc32(f"{commit} {page}".encode()) % one_in == 0]
-    return [page for page in ids if page in must or page in drawn]
+def drawn(commit: str, name: str, one_in: int) -> bool:
+    return zlib.crc32(f"{commit} {name}".encode()) % one_in == 0
+
+
+def share_of(
+    ids: Mapping[str, str], kept: Mapping[str, object], one_in: int, commit: str,
+    needs: Mapping[str, Sequence[str]],
+) -> list[str]:  # fmt: skip
+    """What changed, what no other stage runs, and by the commit's draw one environment in `ENVIRONMENTS_IN`
+    with one in so many of its pages; `needs` are the extras of each page.
+    """
+    must = {*changed(ids, kept), ALWAYS}
+    return [
+        page for page in ids
+        if page in must
+        or (drawn(commit, "-".join(needs[page]), ENVIRONMENTS_IN) and drawn(commit, page, one_in))
+    ]  # fmt: skip
 
 
 def commit_of(root: Path) -> str:
@@ -590,7 +604,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--again", type=Path, help="a report: run what failed in it, is new or has other code, and add it"
     )
     parser.add_argument(
-        "--share", type=int, help="run what has other code than in book/lone.json, and one in so many others"
+        "--share", type=int, help="run what has other code than in book/lone.json, and a draw of the others"
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to take pages and archive from")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the kernels")
@@ -610,13 +624,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sum(map(bool, (args.again, args.names, args.share))) > 1:
         parser.error("names, --again and --share each say which pages run: give one of them")
     if args.share is not None and args.share < 1:
-        parser.error(f"--share {args.share}: one page in so many runs, so 1 or more")
+        parser.error(f"--share {args.share}: one page in so many of an environment, so 1 or more")
     before, some, ids = None, args.names, {page: code_id(page, root) for page in lone_pages(root)}
     if args.again:
         before, some = to_run_again(args.again, facts_of(args.python, ())["python"], ids)
     elif args.share:
         kept = json.loads((root / "book" / "lone.json").read_text(encoding="utf-8"))
-        some = share_of(ids, kept, args.share, commit_of(root))
+        needs = {page: prepare(page, root).needs for page in ids}
+        some = share_of(ids, kept, args.share, commit_of(root), needs)
         print(f"{len(some)} of {len(ids)} pages: {len(changed(ids, kept))} of them have changed", flush=True)
         if not some:
             return 0

@@ -171,11 +171,16 @@ def test_a_page_with_other_code_runs_again(tmp_path: Path) -> None:
 def test_every_page_comes_round_and_what_changed_runs_at_once() -> None:
     ids = {f"p{i}": "1" for i in range(180)}
     kept = {"ran": [*ids], "code": ids | {"p7": "0"}}
-    draws = [set(run_lone.share_of(ids, kept, 5, f"{commit:040x}")) for commit in range(60)]
+    needs = {page: ("plot", f"extra{number % 12}") for number, page in enumerate(ids)}
+    draws = [set(run_lone.share_of(ids, kept, 4, f"{commit:040x}", needs)) for commit in range(200)]
     assert all("p7" in one for one in draws) and set().union(*draws) == set(ids)
-    assert all(15 < len(one) < 75 for one in draws) and len({*map(frozenset, draws)}) == 60
-    assert run_lone.share_of(ids, kept, 5, "a") == run_lone.share_of(ids, kept, 5, "a")
-    assert run_lone.ALWAYS in run_lone.share_of(ids | {run_lone.ALWAYS: "1"}, kept, 10**9, "a")
+    many = [len(one) for one in draws]
+    assert 12 < sum(many) / len(many) < 20 and max(many) < 45
+    environments = [{needs[page] for page in one - {"p7"}} for one in draws]
+    assert 3 < sum(map(len, environments)) / len(draws) < 5
+    assert run_lone.share_of(ids, kept, 4, "a", needs) == run_lone.share_of(ids, kept, 4, "a", needs)
+    ids[run_lone.ALWAYS], needs[run_lone.ALWAYS] = "1", ("plot",)
+    assert run_lone.ALWAYS in run_lone.share_of(ids, kept, 10**9, "a", needs)
     assert run_lone.ALWAYS in CHAPTERS
 
 
