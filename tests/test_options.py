@@ -3,6 +3,7 @@ something, or raises.
 """
 
 import dataclasses
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -406,6 +407,11 @@ def test_the_policy_term_of_a_loss_config_is_refused_by_name(tmp_path, options) 
         build(tmp_path, **options)
 
 
+def test_a_preset_with_a_policy_term_is_refused_by_the_trainer_and_says_where_it_goes(tmp_path) -> None:
+    with pytest.raises(TypeError, match=r"channel 1 is TRL's own loss; set ComposerConfig\("):
+        build(tmp_path, loss_config=LossConfig.preset("composer2"))
+
+
 def test_a_composer_config_is_trls_own_and_more(tmp_path) -> None:
     args = adopt(arguments(tmp_path, max_steps=1), dict(alpha_sdpo=0.5, teacher="frozen"))
     trainer = build(
@@ -437,6 +443,34 @@ def test_gradients_of_channels_are_refused_under_reentrant_checkpointing(tmp_pat
         adopt(arguments(tmp_path, **reentrant | dict(gradient_checkpointing_kwargs=harmless)), options)
     adopt(arguments(tmp_path, **reentrant | dict(gradient_checkpointing=False)), options)
     adopt(arguments(tmp_path, **reentrant), {})
+
+
+CHANNEL_OF = {"feedback_func": feedback, "preference_dataset": PAIRS}  # what each channel is fed with
+
+
+@pytest.mark.parametrize(
+    "option, fed_by",
+    [
+        (dict(sdpo_top_k=20), "feedback_func"), (dict(teacher="live"), "feedback_func"),
+        (dict(alpha_schedule="linear"), "feedback_func"), (dict(dpo_variant="simpo"), "preference_dataset"),
+        (dict(pairs_per_step=1), "preference_dataset"), (dict(beta_schedule="cosine"), "preference_dataset"),
+    ],
+)  # fmt: skip
+def test_an_option_that_nothing_reads_is_named_when_the_trainer_is_built(tmp_path, option, fed_by) -> None:
+    """Of a channel without weight, or with nothing to feed it; a channel that is on says nothing."""
+    ((name, value),) = option.items()
+    said = re.escape(f"{name}={value!r}") + f".*read by nothing.*needs {fed_by}"
+    fed = {fed_by: CHANNEL_OF[fed_by]}
+    weight = "alpha_sdpo" if fed_by == "feedback_func" else "beta_replay"
+    with pytest.warns(UserWarning, match=said):
+        build(tmp_path, **option)
+    with pytest.warns(UserWarning, match=said):
+        build(tmp_path, **option, **fed, **{weight: 0.0})
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        build(tmp_path, **option, **fed)
+        build(tmp_path)
+    assert not [w for w in heard if "read by nothing" in str(w.message)]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -116,6 +117,16 @@ def test_the_seams_hold():
 def test_a_moved_seam_is_named(name):
     changed = type("Changed", (GRPOTrainer,), {name: lambda self, something_else: None})
     assert len(moved_seams(changed)) == 1 and moved_seams(changed)[0].startswith(name)
+
+
+def test_a_moved_seam_stops_construction(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_prepare_inputs", lambda self, something_else: None)
+    room.require_seams.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="_prepare_inputs: expected .*install trl"):
+            build(tmp_path)
+    finally:
+        room.require_seams.cache_clear()
 
 
 @pytest.mark.parametrize("name", room.TRL_ATTRIBUTES)
@@ -857,6 +868,33 @@ def test_shards_that_channels_cannot_run_with_are_refused(fsdp, settings, said):
     )
     with pytest.raises(ValueError, match=said):
         refuse_shards(accelerator, args, tiny.model().to(torch.bfloat16))
+
+
+def test_zero_3_is_refused_when_the_trainer_is_built(tmp_path, monkeypatch):
+    """DeepSpeed is not installed here, so the state of the accelerator says it as soon as there is one."""
+    plugin, create = SimpleNamespace(zero_stage=3), GRPOTrainer.create_accelerator_and_postprocess
+
+    def with_deepspeed(trainer):
+        create(trainer)
+        monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", property(lambda state: plugin))
+
+    monkeypatch.setattr(GRPOTrainer, "create_accelerator_and_postprocess", with_deepspeed)
+    with pytest.raises(ValueError, match="do not run under ZeRO-3: use FSDP version 2, DDP or ZeRO-2"):
+        lit(tmp_path)
+
+
+@pytest.mark.parametrize("teacher", ["live", "ema"])
+def test_reentrant_checkpointing_takes_the_same_step(tmp_path, teacher):
+    found = []
+    for reentrant in (True, False):
+        options = dict(max_steps=1, gradient_checkpointing=True, learning_rate=1e-3)
+        options |= dict(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        made = lit(tmp_path / str(reentrant), options=options, grad_norm_steps=0, teacher=teacher)
+        found.append(record(made)[1][0])
+        assert log(made)[0]["sdpo/tokens"] > 0 and log(made)[0]["replay/pairs"] > 0
+    largest = max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+    assert largest < 1e-5 * max(g.abs().max().item() for g in found[0])
 
 
 def test_prompt_tuning_is_refused_when_the_trainer_is_built(tmp_path):

@@ -13,7 +13,8 @@ from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.training.config import ComposerConfig
 from composer_nb.training.environments import environment_of
-from composer_nb.training.trainer import ComposerReplicationTrainer, settings_of
+from composer_nb.training.setup import settings_of
+from composer_nb.training.trainer import ComposerReplicationTrainer
 from composer_nb.training.turn_credit import own_returns, spread, table_of, turn_returns
 from composer_nb.training.turns import TurnRollouts, prompts_of
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 
 # %% auto #0
-__all__ = ['is_sharded', 'whole', 'in_forward', 'with_idle_row', 'refuse_shards']
+__all__ = ['is_sharded', 'whole', 'keep_frozen_whole', 'in_forward', 'with_idle_row', 'refuse_shards']
 
 # %% ../../nbs/training/18_shards.ipynb #sh000005
 def is_sharded(model: nn.Module) -> bool:
@@ -29,12 +29,25 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 # %% ../../nbs/training/18_shards.ipynb #sh000007
+def keep_frozen_whole(model: nn.Module) -> None:
+    """What FSDP gathers as a unit and nothing trains, as the head under adapters, stays whole once it is.
+
+    FSDP lets go of a unit as soon as the first backward through it is over; a head that several losses read
+    is then gone for the others.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
+            trained = any(p.requires_grad for p in module.parameters())
+            module.set_reshard_after_backward(trained, recurse=False)
+
+
 def in_forward(model: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
     """`compute()` as a forward of the sharded model, with all that FSDP does around one; as it is where
     nothing is sharded.
     """
     if not is_sharded(model):
         return compute()
+    keep_frozen_whole(model)
     model.within_forward = compute
     try:
         register_fsdp_forward_method(model, "within_forward")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,45 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from .. import __version__
-from ..batch import ComposerDataCollator
 from ..distillation.taid import TAIDScheduler
 from ..forward.prefixes import continues_exactly
 from ..forward.sharing import unshared
 from ..forward.states import ForwardPass, causal_lm, forward_pass, head_shortcut
 from ..loss import LossComponents, LossConfig, compose_channels
 from ..loss.compose import Preferences
-from ..models import fingerprint
-from ..reference_cache import ReferenceCache, cached_reference_logprobs
-from ..self_teacher import SelfTeacher
-from ..traces.pair import DPOPair
+from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
+from .feedback import joined
+from .gated import hint_memory, recall
+from .hinting import compared_rows, credited_advantages
+from .idle_rows import among_all
+from .pairs import backward_first, pairs_of_step
+from .report import measured
+from .setup import ChannelSetup
+from .shards import in_forward, is_sharded, with_idle_row
+from .verified import VERIFIED_FIELDS
 
 # %% auto #0
-__all__ = ['TRL_KEYWORDS', 'HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', 'student_of', 'settings_of', 'ChannelSetup',
-           'teacher_of', 'pairs_of', 'channel_batch', 'policy_moves', 'MeasuredTrainer', 'ReportedTrainer', 'why_dark',
-           'ScheduledTrainer', 'ResumableTrainer', 'channels_of', 'ComposerReplicationTrainer']
-
-# %% ../../nbs/training/40_trainer.ipynb #75cb45f7
-from .checkpoint import ChannelState, read_memory, read_state, write_memory, write_state
-from .config import ComposerConfig, adopt, refuse_without_calls
-from .feedback import FeedbackFunc, joined
-from .gated import GatedTrainer, hint_memory, recall
-from composer_nb.training.hinting import (
-    UpdateTeacher,
-    compared_rows,
-    credited_advantages,
-    refuse_hint_settings,
-    refuse_model,
-)
-from .idle_rows import among_all
-from .pairs import as_pairs, backward_first, pairs_of_step
-from .report import StepReport, measured
-from .seams import require_seams
-from .shards import in_forward, is_sharded, with_idle_row
-from .turn_credit import refuse_silent_turns
-from .verified import VERIFIED_FIELDS
+__all__ = ['HINT_FIELDS', 'METHOD', 'CITATION', 'kept_states', 'student_of', 'channel_batch', 'policy_moves', 'MeasuredTrainer',
+           'ReportedTrainer', 'why_dark', 'ScheduledTrainer', 'ResumableTrainer', 'channels_of',
+           'ComposerReplicationTrainer']
 
 # %% ../../nbs/training/40_trainer.ipynb #a06fb22c
 @contextlib.contextmanager
@@ -82,99 +66,6 @@ def student_of(
             states = among_all(states, rows, states.new_zeros(len(batch["input_ids"]), *states.shape[1:]))
         return ForwardPass(states, causal_lm(model), True)
     return forward_pass(model, batch["input_ids"], batch["attention_mask"])
-
-# %% ../../nbs/training/40_trainer.ipynb #229d3b6c
-TRL_KEYWORDS = frozenset(
-    {
-        "processing_class",
-        "reward_processing_classes",
-        "callbacks",
-        "optimizers",
-        "quantization_config",
-        "peft_config",
-        "tools",
-        "rollout_func",
-        "environment_factory",
-    }
-)
-
-
-def settings_of(
-    model: Any, args: GRPOConfig | None, others: dict[str, Any], loss_config: LossConfig | None, feedback: Any
-) -> ComposerConfig:
-    "The one configuration of a run from its spellings; takes what is not TRL's out of `others`."
-    name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
-    args = GRPOConfig(f"{name.rstrip('/').split('/')[-1]}-Composer") if args is None else args
-    own = {key: others.pop(key) for key in list(others) if key not in TRL_KEYWORDS}
-    found = adopt(args, own, loss_config)
-    if found.rlsd > 0 and feedback is None:
-        said = f"rlsd={found.rlsd} needs feedback_func"
-        raise ValueError(f"{said}: without hints there is no teacher to size the advantages")
-    refuse_without_calls(found, others)
-    if found.advantages == "turn":
-        refuse_silent_turns(others.get("rollout_func"), others.get("environment_factory"))
-    return found
-
-# %% ../../nbs/training/40_trainer.ipynb #3d12b7b5
-class ChannelSetup(GatedTrainer):
-    "GRPOTrainer with what the channels need: configuration, teacher, pairs, references, report."
-
-    def __init__(
-        self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        *,
-        feedback_func: FeedbackFunc | None = None,
-        preference_dataset: Sequence[DPOPair] | Any | None = None,
-        reference_cache: ReferenceCache | None = None,
-        loss_config: LossConfig | None = None,
-        **others: Any,
-    ) -> None:
-        require_seams()
-        args = settings_of(model, args, others, loss_config, feedback_func)
-        self.feedback_func = feedback_func
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **others)
-        mean = lambda values: self.accelerator.reduce(values, reduction="mean")  # noqa: E731
-        self.report = StepReport(self.accelerator.num_processes, mean, args.dark_steps)
-        self.pairs_per_step = args.pairs_per_step or args.per_device_train_batch_size
-        self._collate = ComposerDataCollator(self._text_tokenizer(), template=dict(self._placer().template))
-        self.teacher = teacher_of(self)
-        if self.teacher is not None:
-            self.add_callback(UpdateTeacher(self.teacher))
-        self.pairs = pairs_of(self, preference_dataset, reference_cache)
-
-# %% ../../nbs/training/40_trainer.ipynb #2dd2029d
-def teacher_of(trainer: ChannelSetup) -> SelfTeacher | None:
-    "The teacher that channel 2 or RLSD asks for; None where neither is on or nobody gives feedback."
-    args = trainer.args
-    if trainer.feedback_func is None or not (args.alpha_sdpo > 0 or args.rlsd > 0):
-        return None
-    refuse_model(trainer)
-    refuse_hint_settings(trainer)
-    return SelfTeacher(trainer.model, args.teacher, args.teacher_ema_rate)
-
-
-def pairs_of(trainer: ChannelSetup, dataset: Any, cache: ReferenceCache | None) -> list[DPOPair]:
-    "The pairs of channel 3 with their reference scores; empty where it is off."
-    args, model = trainer.args, trainer.model
-    pairs = as_pairs(dataset) if args.beta_replay > 0 else []
-    if trainer.teacher is None and not pairs:
-        return pairs
-    refuse_model(trainer)
-    trainer._base = fingerprint(model)
-    if not head_shortcut(model):
-        said = "this model's logits are not its head applied to its body"
-        warnings.warn(f"{said}: channels 2 and 3 take full logits, which costs memory", stacklevel=4)
-    if not pairs or args.dpo_variant != "dpo":
-        return pairs
-    cache = ReferenceCache(Path(args.output_dir) / "reference_logprobs") if cache is None else cache
-    with trainer.accelerator.autocast():
-        return cached_reference_logprobs(
-            model, pairs, trainer._collate, cache=cache, progress=not args.disable_tqdm
-        )
 
 # %% ../../nbs/training/40_trainer.ipynb #e6f8e69b
 HINT_FIELDS = frozenset(
