@@ -32,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +131,7 @@ def changed(ids: Mapping[str, str], kept: Mapping[str, object]) -> list[str]:
 
 
 def drawn(commit: str, name: str, one_in: int) -> bool:
-    return zlib.crc32(f"{commit} {name}".encode()) % one_in == 0
+    return int(hashlib.sha256(f"{commit} {name}".encode()).hexdigest(), 16) % one_in == 0
 
 
 def share_of(

@@ -454,23 +454,37 @@ CHANNEL_OF = {"feedback_func": feedback, "preference_dataset": PAIRS}  # what ea
         (dict(sdpo_top_k=20), "feedback_func"), (dict(teacher="live"), "feedback_func"),
         (dict(alpha_schedule="linear"), "feedback_func"), (dict(dpo_variant="simpo"), "preference_dataset"),
         (dict(pairs_per_step=1), "preference_dataset"), (dict(beta_schedule="cosine"), "preference_dataset"),
+        (dict(alpha_sdpo=0.5), "feedback_func"), (dict(beta_replay=0.5), "preference_dataset"),
     ],
 )  # fmt: skip
 def test_an_option_that_nothing_reads_is_named_when_the_trainer_is_built(tmp_path, option, fed_by) -> None:
     """Of a channel without weight, or with nothing to feed it; a channel that is on says nothing."""
     ((name, value),) = option.items()
-    said = re.escape(f"{name}={value!r}") + f".*read by nothing.*needs {fed_by}"
+    said = re.escape(f"{name}={value!r}") + f".*read by nothing in this run; it needs {fed_by}"
     fed = {fed_by: CHANNEL_OF[fed_by]}
     weight = "alpha_sdpo" if fed_by == "feedback_func" else "beta_replay"
     with pytest.warns(UserWarning, match=said):
         build(tmp_path, **option)
-    with pytest.warns(UserWarning, match=said):
-        build(tmp_path, **option, **fed, **{weight: 0.0})
+    if name != weight:
+        with pytest.warns(UserWarning, match=said):
+            build(tmp_path, **option, **fed, **{weight: 0.0})
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         build(tmp_path, **option, **fed)
         build(tmp_path)
     assert not [w for w in heard if "read by nothing" in str(w.message)]
+
+
+def test_what_only_some_of_a_channels_options_need_is_told_apart(tmp_path) -> None:
+    """RLSD reads the teacher's options, none of the divergence's; norms need a channel, re-takes theirs."""
+    rlsd = dict(alpha_sdpo=0.0, rlsd=0.5, teacher="live", sdpo_top_k=20, feedback_func=feedback)
+    with pytest.warns(UserWarning, match=r"^sdpo_top_k=20: read by nothing.*alpha_sdpo above 0$"):
+        build(tmp_path, **rlsd)
+    with pytest.warns(UserWarning, match=r"^grad_norm_steps=2: read by nothing.*a channel that is on$"):
+        build(tmp_path, grad_norm_steps=2)
+    verified = dict(hint_mode="verified", teacher="live", retakes=4, alpha_sdpo=0.0)
+    with pytest.warns(UserWarning, match=r"hint_mode='verified'.*retakes=4: read by nothing"):
+        build(tmp_path, **verified)
 
 
 @pytest.mark.parametrize(

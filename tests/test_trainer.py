@@ -17,11 +17,13 @@ import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from composer_nb.batch import DPOPair
 from composer_nb.credit import rlsd_mix
+from composer_nb.forward.shared_body import SharedCalls
 from composer_nb.hints import encode, render
 from composer_nb.loss import LossConfig
 from composer_nb.self_teacher import SelfTeacher
@@ -187,21 +189,56 @@ def test_off_is_grpo_bit_for_bit_over_three_steps(tmp_path, accumulation):
     assert all(torch.equal(a, b) for a, b in zip(plain[2], off[2], strict=True))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_sharing_prefixes_changes_no_gradient_beyond_rounding(tmp_path, accumulation):
-    options = dict(
-        gradient_accumulation_steps=accumulation, num_generations=4, max_steps=1, max_grad_norm=0.0
-    )
-    grads = [
-        torch.cat(
-            [
-                g.flatten()
-                for g in record(lit(tmp_path / str(share), share_prefixes=share, options=options))[1][0]
-            ]
-        )
-        for share in (False, True)
-    ]
-    assert (grads[0] - grads[1]).norm() < 1e-4 * grads[0].norm()
+AGAIN = dict(num_iterations=2)  # the second step meets the rollouts of the first: ratios are not 1
+
+
+@contextlib.contextmanager
+def counted_positions(monkeypatch):
+    """Positions that calls under sharing ran, and those of plain passes; 0 where nothing shared."""
+    found = {"shared": 0, "plain": 0}
+
+    def add(calls, positions, plain):
+        found["shared"], found["plain"] = found["shared"] + positions, found["plain"] + plain
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedCalls, "add", add)
+        yield found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, dict(gradient_accumulation_steps=2), dict(gradient_accumulation_steps=2, loss_type="bnpo"),
+        AGAIN, dict(steps_per_generation=2), dict(beta=0.1), dict(entropy_coef=0.05),
+        dict(top_entropy_quantile=0.5), dict(use_adaptive_entropy=True, entropy_coef=0.05),
+        AGAIN | dict(importance_sampling_level="sequence"), AGAIN | dict(loss_type="grpo", delta=2.0),
+        dict(loss_type="dr_grpo"), AGAIN | dict(loss_type="cispo"), AGAIN | dict(loss_type="sapo"),
+        AGAIN | dict(loss_type="vespo"), AGAIN | dict(loss_type="luspo"),
+        AGAIN | dict(off_policy_mask_threshold=0.01), dict(scale_rewards="batch"), dict(temperature=0.7),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sharing_prefixes_changes_no_gradient_beyond_rounding(tmp_path, monkeypatch, options):
+    """All three channels lit, two steps, beside TRL's own options. A step by SGD: that of Adam is as large
+    where a gradient is rounding alone. The KL's reference is the model without its adapters.
+    """
+    usual = dict(num_generations=4, max_steps=2, max_grad_norm=0.0, learning_rate=1e-4, optim="sgd")
+    options = usual | options
+    adapters = {"peft_config": LoraConfig(init_lora_weights=False, target_modules="all-linear")}
+    found = []
+    for share in (False, True):
+        torch.manual_seed(0)
+        own = dict(options=options, grad_norm_steps=0, teacher="live", share_prefixes=share)
+        trainer = lit(tmp_path / str(share), **own, **(adapters if "beta" in options else {}))
+        with counted_positions(monkeypatch) as ran:
+            steps = record(trainer)[1]
+        assert trainer._told == frozenset() and log(trainer)[-1]["sdpo/tokens"] > 0
+        assert (0 < ran["shared"] < ran["plain"]) is share
+        found.append([torch.cat([g.flatten() for g in step]) for step in steps])
+    assert len(found[0]) == len(found[1]) == 2
+    for plain, shared in zip(*found, strict=True):
+        assert (plain - shared).norm() < 1e-4 * plain.norm()
+        assert plain.norm() > 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, ALPHA])

@@ -78,7 +78,9 @@ def refuse_model(trainer: Any) -> None:
     """Raises ValueError where parameters are sharded in a way that the channels do not run with, or prompts
     are learned vectors: channels 2 and 3 run the model's body by itself, past what adds virtual tokens.
     """
-    refuse_shards(trainer.accelerator, trainer.args, trainer.model)
+    args = trainer.args
+    hints = trainer.feedback_func is not None and (args.alpha_sdpo > 0 or args.rlsd > 0)
+    refuse_shards(trainer.accelerator, args, trainer.model, hints)
     peft = getattr(trainer.model, "active_peft_config", None)
     if getattr(peft, "is_prompt_learning", False):
         raise ValueError(

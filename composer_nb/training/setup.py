@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,13 @@ from ..models import fingerprint
 from ..reference_cache import ReferenceCache, cached_reference_logprobs
 from ..self_teacher import SelfTeacher
 from ..traces.pair import DPOPair
-from .config import ComposerConfig, TeacherOptions, adopt, refuse_without_calls
+from composer_nb.training.config import (
+    ComposerConfig,
+    RetakeOptions,
+    TeacherOptions,
+    adopt,
+    refuse_without_calls,
+)
 from .feedback import FeedbackFunc
 from .gated import GatedTrainer
 from .hinting import UpdateTeacher, refuse_hint_settings, refuse_model
@@ -66,32 +72,45 @@ def settings_of(
     return found
 
 # %% ../../nbs/training/39_setup.ipynb #st000009
-# Per weight: the options that its channel alone reads, and whose schedule.
-_READ_BY = {
-    "alpha_sdpo": ((HintOptions, TeacherOptions), "alpha"),
-    "beta_replay": ((PreferenceOptions,), "beta"),
-}
-_NEEDS = {"alpha_sdpo": "feedback_func", "beta_replay": "preference_dataset"}
+# What must be there, the groups of options that are read then alone, and options of other groups.
+_READ_WITH = (
+    (
+        "feedback_func and alpha_sdpo above 0", (HintOptions, RetakeOptions),
+        ("alpha_schedule", "alpha_until", "taid_schedule"),
+    ),
+    ("feedback_func and alpha_sdpo or rlsd above 0", (TeacherOptions,), ()),
+    (
+        "preference_dataset and beta_replay above 0", (PreferenceOptions,),
+        ("beta_schedule", "beta_until", "pairs_per_step"),
+    ),
+    ("a channel that is on", (), ("grad_norm_steps",)),
+)  # fmt: skip
 
 
-def unread(args: ComposerConfig, on: Mapping[str, bool]) -> dict[str, list[str]]:
-    "Per weight whose channel is not `on`: its options that are not at their defaults, as `name=value`."
-    found = {}
-    for weight, (groups, which) in _READ_BY.items():
-        names = {f.name for group in groups for f in fields(group)} | {f"{which}_schedule", f"{which}_until"}
-        names |= {"taid_schedule"} if which == "alpha" else {"pairs_per_step"}
-        mine = [f for f in fields(ComposerConfig) if f.name in names - {weight}]
-        given = [f"{f.name}={getattr(args, f.name)!r}" for f in mine if getattr(args, f.name) != f.default]
-        if given and not on[weight]:
-            found[weight] = given
+def unread(args: ComposerConfig, hints: bool, teacher: bool, pairs: bool) -> dict[str, list[str]]:
+    """By what they would need: options that are set and that nothing reads, as `name=value`.
+    A weight of 0 is no such option: it says that the channel is off.
+    """
+    found, there = {}, (hints, teacher, pairs, hints or pairs)
+    for present, (needs, groups, more) in zip(there, _READ_WITH, strict=True):
+        names = {f.name for group in groups for f in fields(group)} | set(more)
+        mine = {f.name: f.default for f in fields(ComposerConfig) if f.name in names}
+        off = {"alpha_sdpo", "beta_replay"} & {name for name in mine if getattr(args, name) == 0}
+        given = [
+            f"{name}={value!r}" for name, default in mine.items()
+            if name not in off and (value := getattr(args, name)) != default
+        ]  # fmt: skip
+        if given and not present:
+            found[needs] = given
     return found
 
 
-def tell_unread(args: ComposerConfig, on: Mapping[str, bool]) -> None:
-    "One warning for each channel that is off and has options set."
-    for weight, given in unread(args, on).items():
-        said = f"{', '.join(given)}: read by nothing in this run"
-        warnings.warn(f"{said}; the channel needs {_NEEDS[weight]} and {weight} above 0", stacklevel=4)
+def tell_unread(trainer: ChannelSetup) -> None:
+    "One warning for each thing that a run lacks and that options were set for."
+    args, teacher = trainer.args, trainer.teacher is not None
+    lacking = unread(args, teacher and args.alpha_sdpo > 0, teacher, bool(trainer.pairs))
+    for needs, given in lacking.items():
+        warnings.warn(f"{', '.join(given)}: read by nothing in this run; it needs {needs}", stacklevel=3)
 
 # %% ../../nbs/training/39_setup.ipynb #2dd2029d
 def teacher_of(trainer: ChannelSetup) -> SelfTeacher | None:
@@ -153,4 +172,4 @@ class ChannelSetup(GatedTrainer):
         if self.teacher is not None:
             self.add_callback(UpdateTeacher(self.teacher))
         self.pairs = pairs_of(self, preference_dataset, reference_cache)
-        tell_unread(args, {"alpha_sdpo": self.teacher is not None, "beta_replay": bool(self.pairs)})
+        tell_unread(self)

@@ -5,7 +5,8 @@
 # %% ../../nbs/training/18_shards.ipynb #sh000004
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from ..forward.states import causal_lm
 
 
 # %% auto #0
-__all__ = ['is_sharded', 'whole', 'keep_frozen_whole', 'in_forward', 'with_idle_row', 'refuse_shards']
+__all__ = ['is_sharded', 'whole', 'in_forward', 'head_whole', 'with_idle_row', 'refuse_shards']
 
 # %% ../../nbs/training/18_shards.ipynb #sh000005
 def is_sharded(model: nn.Module) -> bool:
@@ -29,31 +31,35 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 # %% ../../nbs/training/18_shards.ipynb #sh000007
-def keep_frozen_whole(model: nn.Module) -> None:
-    """What FSDP gathers as a unit and nothing trains, as the head under adapters, stays whole once it is.
-
-    FSDP lets go of a unit as soon as the first backward through it is over; a head that several losses read
-    is then gone for the others.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
-            trained = any(p.requires_grad for p in module.parameters())
-            module.set_reshard_after_backward(trained, recurse=False)
-
-
 def in_forward(model: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
     """`compute()` as a forward of the sharded model, with all that FSDP does around one; as it is where
     nothing is sharded.
     """
     if not is_sharded(model):
         return compute()
-    keep_frozen_whole(model)
     model.within_forward = compute
     try:
         register_fsdp_forward_method(model, "within_forward")
         return model.within_forward()
     finally:
         del model.within_forward
+
+# %% ../../nbs/training/18_shards.ipynb #sh000017
+@contextlib.contextmanager
+def head_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, the head that FSDP gathered is not let go between the backward passes of several losses;
+    afterwards it is in parts again. Of a head that FSDP holds with the rest of the model nothing changes.
+    """
+    head = causal_lm(model).get_output_embeddings() if is_sharded(model) else None
+    if not isinstance(head, FSDPModule):
+        yield
+        return
+    head.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        head.set_reshard_after_backward(True, recurse=False)
+        head.reshard()
 
 # %% ../../nbs/training/18_shards.ipynb #sh000011
 def with_idle_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,8 +79,10 @@ def with_idle_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 # %% ../../nbs/training/18_shards.ipynb #sh000013
-def refuse_shards(accelerator: Any, args: Any, model: nn.Module) -> None:
-    "Raises ValueError for ways of sharding, and settings under them, that channels 2 and 3 do not run with."
+def refuse_shards(accelerator: Any, args: Any, model: nn.Module, hints: bool = True) -> None:
+    """Raises ValueError for ways of sharding, and settings under them, that channels 2 and 3 do not run with;
+    without `hints`, settings that only a teacher reads are let be.
+    """
     kind = str(getattr(accelerator, "distributed_type", "")).rpartition(".")[2]
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
@@ -94,17 +102,17 @@ def refuse_shards(accelerator: Any, args: Any, model: nn.Module) -> None:
             "cpu_ram_efficient_loading leaves all processes but the first without weights when references "
             f"and copies are taken: set it to False in fsdp_config, {off}"
         )
-    if args.hint_mode != "distil":
+    if hints and args.hint_mode != "distil":
         raise ValueError(
             f"hint_mode={args.hint_mode!r} learns different numbers of answers on each process, for "
             "which FSDP cannot wait: set hint_mode='distil'"
         )
-    for name in ("grad_norm_steps", "lift_steps", "rlsd"):
+    for name in ("grad_norm_steps", *(("lift_steps", "rlsd") if hints else ())):
         if getattr(args, name):
             raise ValueError(f"{name}={getattr(args, name)} does not run under FSDP: set {name}=0")
     trained = [p.dtype for p in model.parameters() if p.requires_grad]
     by_name = hasattr(model, "disable_adapter") or torch.float32 not in trained
-    if args.teacher == "ema" and by_name:
+    if hints and args.teacher == "ema" and by_name:
         raise ValueError(
             "teacher='ema' with adapters or 16-bit weights does not run under FSDP: use teacher='live', "
             "or fp32 weights with bf16=True"

@@ -30,7 +30,7 @@ from .idle_rows import among_all
 from .pairs import backward_first, pairs_of_step
 from .report import measured
 from .setup import ChannelSetup
-from .shards import in_forward, is_sharded, with_idle_row
+from .shards import head_whole, in_forward, is_sharded, with_idle_row
 from .verified import VERIFIED_FIELDS
 
 # %% auto #0
@@ -273,6 +273,10 @@ class ComposerReplicationTrainer(ResumableTrainer):
 
     # of the model card
     _name, _paper, _tag_names = METHOD, {"citation": CITATION}, ["trl", "grpo", "composer-notebooks"]
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        with head_whole(self.model):
+            return super().training_step(*args, **options)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training or (self.teacher is None and not self.pairs):
