@@ -1,7 +1,8 @@
 """One training of the quickstart, in a process of its own: `python training.py ASKED.json ANSWER.json`.
 
 The trainer, the rules and the looks are those of the registered runs (`spikes/012_ladder/arm.py`). What it says on
-its way goes to standard output, a line per step; what it found goes to ANSWER.json, whole or not at all.
+its way goes to standard output, a line per step; what it found goes to ANSWER.json, whole or not at all. `trained` is that script's own training with other findings:
+it also gives answers of the trained model, and a registered script stays as it ran.
 """
 
 import importlib.util
