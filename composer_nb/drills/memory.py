@@ -126,7 +126,7 @@ def by_phase(trainer: ComposerReplicationTrainer) -> dict[str, int]:
 
 
 def alone(hidden: int, layers: int) -> dict[str, int]:
-    """Bytes of this process at the peak of two steps, above those before the model was made; and the listed
+    """Bytes of this process before the model was made, at the peak of two steps above that, and the listed
     peak.
 
     A tiny model is trained first, so that libraries and tokenizer are there already.
@@ -140,6 +140,7 @@ def alone(hidden: int, layers: int) -> dict[str, int]:
         listed = step_memory(trainer.model, trainer.args, **lengths)
         numbers = sum(p.numel() for p in model.parameters())
         return {
+            "before": before,
             "measured": peak_memory(trainer, "cpu")[0] - before,
             "listed": listed.peak,
             "parameters": numbers,

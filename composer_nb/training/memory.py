@@ -224,6 +224,7 @@ def held_items(model: nn.Module, args: ComposerConfig, shape: StepShape) -> list
     parameters, adapters = trainable(model), hasattr(model, "disable_adapter")
     early = ("policy", "hints", "pairs") * shape.accumulates + ("sampling",) * shape.samples_between
     early += ("policy", "hints") * (shape.pairs_first and shape.pairs > 0)
+    early += ("backward",) * ("policy" in early)  # else they come as what the pass kept goes
     reference = 0 if args.beta == 0.0 or adapters else model_bytes(model)
     teacher = teacher_bytes(model, args.teacher) if shape.hint else 0
     return [
@@ -231,7 +232,7 @@ def held_items(model: nn.Module, args: ComposerConfig, shape: StepShape) -> list
         MemoryItem("optimizer", optimizer_bytes(parameters, args.optim), PHASES, "states of what trains"),
         MemoryItem("teacher", teacher, PHASES, f"of kind {args.teacher!r}"),
         MemoryItem("reference", reference, PHASES, "TRL's copy where beta is not 0, without adapters"),
-        MemoryItem("gradients", storage_bytes(parameters), (*early, "backward", "update"), "of what trains"),
+        MemoryItem("gradients", storage_bytes(parameters), (*early, "update"), "of what trains"),
     ]
 
 
