@@ -1,6 +1,8 @@
 """Episodes as rows of ids: what was sampled, what was not, and where a hint goes."""
 
 import contextlib
+import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import trl
 
 import composer_nb.tasks.rollouts as rollouts_module
 from composer_nb.batch import ComposerDataCollator, Site, align, assert_aligned
+from composer_nb.forward.shared_body import SharedCalls
 from composer_nb.hints import encode, render
 from composer_nb.models import load_model
 from composer_nb.tasks.files.episodes import Files
@@ -312,6 +315,31 @@ def test_each_hint_stands_above_its_turn_and_the_rest_is_as_it_was(template, clo
     )  # up to its turn, one hint is one hint
 
 
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("closed", [True, False])
+def test_several_hints_line_up_through_json_calls(template, closed):
+    """Three turns that say JSON calls, one of them with quotes, braces and a newline to escape: each hint
+    above its turn, and what is compared is what was sampled.
+    """
+    options = {"chat_template": template} if template else {}
+    family = Files(JsonCalls(), (Difficulty(3),))
+    task = next(t for t in family.tasks("train", 20) if len(t.requests) == 3)
+    names = ("first", 'sec"ond {b}\n🦀', "third")
+    calls = [json.dumps({"name": "mkdir", "arguments": {"dir_name": name}}) for name in names]
+    row = roll_out([family.episode(task)], TOKENIZER, scripted(calls, closed), **options)[0]
+    hints = {turn: (f'Hint {turn}: "dir_name" is {{one}} word.', True) for turn in range(3)}
+    found = align(TOKENIZER, replace(row.rollout(), sites=sites_of(row, hints)), **options)
+    assert found.student_idx == [i for a, b in row.turns for i in range(a, b)]
+    assert [found.teacher_ids[i] for i in found.teacher_idx] == [row.ids[i] for i in found.student_idx]
+    text = TOKENIZER.decode(found.teacher_ids)
+    at = [place for t in range(3) for place in (text.index(f"Hint {t}:"), text.index(calls[t]))]
+    assert at == sorted(at)
+    for hint, _ in hints.values():
+        assert text.count(hint) == 1
+        text = text.replace("\n\n" + hint, "")
+    assert text == TOKENIZER.decode(row.ids[: row.turns[2][1]])
+
+
 def test_a_site_is_read_or_compared_or_both():
     task = next(t for t in FAMILY.tasks("train", 20) if len(t.requests) == 3)
     row = roll_out([FAMILY.episode(task)], TOKENIZER, scripted(["mkdir a", "ls", "pwd"]))[0]
@@ -391,6 +419,35 @@ def test_the_trainer_reads_several_hints_in_one_row(where, tmp_path):
         moved = int(output["prompt_mask"].shape[1] - output["prompt_mask"][row].sum())
         at = (fields["student_response_idx"][row, compared] - moved).tolist()
         assert at == [i for a, b in spans for i in range(a, b)]
+
+
+def test_turns_of_a_rollout_run_once_and_share_what_comes_before_them(tmp_path, monkeypatch):
+    """Hints at each faulty turn: the policy's pass runs once what all its rows begin with, and
+    the teacher reads all hints of a rollout in one row; a pass for every turn would read the turns before it again.
+    """
+    trainer, rollouts = build(tmp_path, share_prefixes=True, teacher="live")
+    rollouts.where = "each"
+    ran, seen, original, add = [], [], trainer._hint_fields, SharedCalls.add
+
+    def counted(calls, positions, plain):
+        if torch.is_grad_enabled():
+            ran.append((positions, plain))
+        add(calls, positions, plain)
+
+    monkeypatch.setattr(SharedCalls, "add", counted)
+    trainer._hint_fields = lambda output: seen.append((output, original(output))) or seen[-1][1]
+    trainer.train()
+    output, fields = seen[0]
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+    kept = torch.cat([output["prompt_mask"], output["completion_mask"]], 1).bool()
+    rows = [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
+    turns = [kept["trajectory"].turns for kept in trainer._rewarded[0]]
+    assert all(len(row) >= 2 for row in turns)
+    assert len(fields["ctx_teacher_input_ids"]) == len(rows)
+    ((positions, plain),) = ran
+    common, longest = len(os.path.commonprefix(rows)), max(map(len, rows))
+    assert common >= 100 and positions <= common + len(rows) * (longest - common) < 0.6 * plain
+    assert positions < sum(end for row in turns for _, end in row) / 2  # a pass for every turn
 
 
 def test_an_unknown_place_is_named():
