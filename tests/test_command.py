@@ -99,3 +99,14 @@ def test_train_and_eval_from_a_shell_agree(tmp_path):
     scored = SHELL.invoke(app, ["eval", str(tmp_path / "out"), *asked])
     found = [re.findall(r"(graded|exact): ([0-9.]+)", done.output) for done in (trained, scored)]
     assert scored.exit_code == 0 and len(found[0]) == 2 and found[0] == found[1]
+
+
+@pytest.mark.model
+def test_a_checkpoint_that_a_file_names_is_resumed_from(tmp_path):
+    path = config(
+        tmp_path, questions=2, longest_prompt=165, max_steps=1, num_generations=2, max_completion_length=4,
+        per_device_train_batch_size=2, gradient_checkpointing=False, disable_tqdm=True, save_strategy="no",
+        resume_from_checkpoint=str(tmp_path / "nowhere"),
+    )  # fmt: skip
+    done = SHELL.invoke(app, ["train", str(path)])
+    assert done.exit_code == 1 and "nowhere" in (done.output + str(done.exception))

@@ -210,6 +210,31 @@ def test_async_feedback_is_awaited():
     assert asyncio.run(inside_a_running_loop()) == [Feedback("a hint"), None]
 
 
+def test_a_client_may_keep_to_the_loop_that_it_was_made_in(tmp_path):
+    """One loop for all batches of a process, so that a connection which a client holds stays usable."""
+    loops = []
+
+    async def held(completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        return ["Say red."] * len(completions)
+
+    trainer = lit(tmp_path, feedback_func=held)
+    trainer.train()
+    assert len(loops) == 3 and len(set(map(id, loops))) == 1
+
+
+def test_a_completion_of_which_nothing_is_scored_leaves_its_hint_out_with_the_reason(tmp_path):
+    ids = torch.tensor([[1, 2]])
+    output = {"prompt_ids": ids, "prompt_mask": ids > 0, "completion_ids": ids, "completion_mask": ids < 0}
+    found = hint_rows(output, [PROMPT], [ANSWER], [Feedback("Say red.")], Placer(TOKENIZER))
+    assert found.unplaced == {0: "no token of this completion is scored"}
+    cut = dict(options=dict(mask_truncated_completions=True, max_completion_length=2))
+    with pytest.warns(UserWarning, match="no token of this completion is scored"):
+        trainer = lit(tmp_path, **cut)
+        trainer.train()
+    assert all(row["sdpo/unplaced"] > 0 for row in log(trainer))
+
+
 def test_a_run_with_async_feedback_is_the_run_with_plain_feedback(tmp_path):
     async def slow(**columns):
         return feedback(**columns)

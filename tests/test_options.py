@@ -18,10 +18,12 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from composer_nb.batch import Padding, verified_rows
+from composer_nb.distillation.taid import TAIDScheduler
 from composer_nb.loss import LossConfig, compose_loss
 from composer_nb.loss.config import HintOptions, PolicyTermOptions, PreferenceOptions
 from composer_nb.training.config import ComposerConfig, adopt, refuse_without_calls, scheduled
 from composer_nb.training.feedback import Feedback
+from composer_nb.training.pairs import backward_first
 
 # --- the loss ---------------------------------------------------------------------------------------
 
@@ -321,6 +323,8 @@ UNREAD = {
     "use_bias_correction_kl": (False, dict(beta=0.1)),
     "log_unique_prompts": (True, dict(log_completions=True)),
     "num_completions_to_print": (3, dict(log_completions=True)),
+    "scale_rewards": ("none", {}, dict(multi_objective_aggregation="normalize_then_sum")),
+    "importance_sampling_level": ("sequence", {}, dict(loss_type="vespo")),
     "cache_implementation": ("static", {}, dict(use_vllm=True)),
     "transformers_continuous_batching_config": ({"max_batch_tokens": 64},
                                                 dict(use_transformers_continuous_batching=True)),
@@ -332,7 +336,7 @@ READ = {
     "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
     "generation_batch_size", "steps_per_generation", "temperature", "top_p", "top_k", "min_p",
     "generation_kwargs", "chat_template_kwargs", "repetition_penalty", "beta", "num_iterations",
-    "importance_sampling_level", "reward_weights", "multi_objective_aggregation", "scale_rewards",
+    "reward_weights", "multi_objective_aggregation", 
     "loss_type", "mask_truncated_completions", "sync_ref_model",
     "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold",
     "log_completions", "log_multimodal", "log_completions_hub_repo", "use_transformers_continuous_batching",
@@ -354,6 +358,46 @@ def test_a_field_of_trls_that_another_leaves_aside_is_refused_by_name(tmp_path, 
     adopt(arguments(tmp_path, **speaks, **{name: value}), {})
     with pytest.raises(ValueError, match=f"^{name}=.* has no effect without .*leave {name} out"):
         adopt(arguments(tmp_path, **(silent[0] if silent else {}), **{name: value}), {})
+
+
+def test_where_vllm_samples_its_ratios_belong_to_trls_loss(tmp_path) -> None:
+    for name, value in (("correction", False), ("mode", "token_mask"), ("clip_max", 2.0), ("clip_min", 0.5)):
+        given = {f"vllm_importance_sampling_{name}": value}
+        adopt(arguments(tmp_path, use_vllm=True, **given), {})
+        adopt(arguments(tmp_path, **given), dict(policy_loss="dppo"))  # kept while vLLM is off
+        with pytest.raises(ValueError, match=f"sampling_{name}=.* has no effect without policy_loss='trl'"):
+            adopt(arguments(tmp_path, use_vllm=True, **given), dict(policy_loss="dppo"))
+
+
+def test_the_level_of_ratios_is_read_with_vespo_by_the_kls_correction_alone(tmp_path) -> None:
+    vespo = dict(loss_type="vespo", importance_sampling_level="sequence")
+    adopt(arguments(tmp_path, beta=0.1, **vespo), {})
+    with pytest.raises(ValueError, match="importance_sampling_level='sequence' has no effect"):
+        adopt(arguments(tmp_path, beta=0.1, use_bias_correction_kl=False, **vespo), {})
+
+
+@pytest.mark.parametrize("hints, capped", [(False, False), (True, True)])
+def test_a_cap_on_hints_is_read_where_there_are_hints(tmp_path, hints, capped) -> None:
+    given = dict(hint_mode="gated", gate_cap=0.5, teacher="live", grad_norm_steps=0)
+    trainer = lit(tmp_path, feedback_func=feedback if hints else None, **given)
+    batch = trainer._collate([], trainer.pairs[:1])
+    early = backward_first(trainer, {n: v.to(trainer.accelerator.device) for n, v in batch.items()}, 1.0)
+    assert trainer._caps() is capped and (early is None) is capped
+
+
+@pytest.mark.parametrize("loss, moves", [(0.5, True), (float("nan"), False), (float("inf"), False)])
+def test_taids_time_stays_where_it_is_over_a_loss_that_is_no_number(tmp_path, loss, moves) -> None:
+    trainer = lit(tmp_path, sdpo_wrapper="taid", taid_schedule="linear", teacher="live", grad_norm_steps=0)
+    trainer.taid = TAIDScheduler(10, disable_adaptive=True)
+    trainer.state.global_step = 4
+    trainer._move_taid({"sdpo__tokens": 3.0, "sdpo__loss": 1.0})  # the first loss is remembered
+    trainer.state.global_step, before = 9, trainer.taid.t
+    trainer._move_taid({"sdpo__tokens": 3.0, "sdpo__loss": loss})
+    assert (trainer.taid.t != before) is moves
+
+
+def test_gradients_of_channels_are_not_measured_unless_asked_for(tmp_path) -> None:
+    assert ComposerConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none").grad_norm_steps == 0
 
 
 def test_cispo_takes_the_lower_clip_for_its_cap_where_there_is_no_upper_one(tmp_path) -> None:

@@ -422,8 +422,8 @@ def test_the_trainer_reads_several_hints_in_one_row(where, tmp_path):
 
 
 def test_turns_of_a_rollout_run_once_and_share_what_comes_before_them(tmp_path, monkeypatch):
-    """Hints at each faulty turn: the policy's pass runs once what all its rows begin with, and
-    the teacher reads all hints of a rollout in one row; a pass for every turn would read the turns before it again.
+    """Hints at each faulty turn: the policy's pass runs once what all its rows begin with, and the teacher
+    reads all hints of a rollout in one row; a pass for every turn would read the turns before it again.
     """
     trainer, rollouts = build(tmp_path, share_prefixes=True, teacher="live")
     rollouts.where = "each"

@@ -239,6 +239,14 @@ def test_a_kind_that_fails_rests(tmp_path):
     assert [line["sdpo/retakes"] for line in lines] == [2, 0, 2, 0]
 
 
+def test_hints_of_no_kind_never_rest_and_that_is_said(tmp_path):
+    plain = lambda completions, **columns: [HINT] * len(completions)  # noqa: E731
+    options = dict(trl=dict(max_steps=4), retake_rest=1, feedback_func=plain)
+    with pytest.warns(UserWarning, match="retake_rest=1 has no effect on hints that say no kind"):
+        _, lines, _ = trained(tmp_path, Checker(passes=False), **options)
+    assert [line["sdpo/retakes"] for line in lines] == [2, 2, 2, 2]
+
+
 def test_a_group_with_a_success_is_left_alone(tmp_path):
     class Easy(Checker):
         def __call__(self, prompts, completions, **columns):

@@ -136,7 +136,7 @@ def train(options: RunOptions, args: ComposerConfig) -> tuple[ComposerReplicatio
     trainer = ComposerReplicationTrainer(
         model, tool_calls.make_reward(by_id), args, rows, processing_class=tokenizer, **given
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     return trainer, score(model, tokenizer, heldout, options.longest_answer) if heldout else {}

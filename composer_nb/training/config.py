@@ -141,7 +141,7 @@ class ScheduleOptions:
     beta_schedule: Schedule = option("constant", "of beta_replay")
     beta_until: float = option(1.0, "share of the run at which beta_replay reaches 0")
     taid_schedule: Literal["none", "linear", "adaptive"] = option(
-        "none", "of taid_t, with sdpo_wrapper='taid'"
+        "none", "of taid_t, with sdpo_wrapper='taid': it rises to the teacher, and never falls to 0"
     )
     pairs_per_step: int | None = option(None, "pairs per process and optimizer step; default: the batch size")
     grad_norm_steps: int = option(
@@ -269,6 +269,7 @@ def refuse_what_the_policy_ignores(args: ComposerConfig) -> None:
 
 # %% ../../nbs/training/30_configuration.ipynb #trlneed1
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_VLLM_RATIOS = [f"vllm_importance_sampling_{n}" for n in ("correction", "mode", "clip_max", "clip_min")]
 # What TRL reads under another field alone: what that must be, whether it is, and the fields.
 _TRL_NEEDS = {
     "sync_ref_model=True": (lambda a: a.sync_ref_model, "ref_model_mixup_alpha", "ref_model_sync_steps"),
@@ -285,6 +286,13 @@ _TRL_NEEDS = {
     "a loss_type with an upper clip": (lambda a: a.loss_type in (*_CLIPPED, "cispo"), "epsilon_high"),
     "beta, the KL's weight": (lambda a: a.beta != 0.0, "use_bias_correction_kl"),
     "log_completions=True": (lambda a: a.log_completions, "num_completions_to_print", "log_unique_prompts"),
+    "multi_objective_aggregation='sum_then_normalize'": (
+        lambda a: a.multi_objective_aggregation == "sum_then_normalize", "scale_rewards"),
+    "a loss_type other than 'vespo', or use_bias_correction_kl=True with beta": (
+        lambda a: a.loss_type != "vespo" or a.beta != 0.0 and a.use_bias_correction_kl,
+        "importance_sampling_level"),
+    "policy_loss='trl', where vLLM samples": (
+        lambda a: not a.use_vllm or a.policy_loss == "trl", *_VLLM_RATIOS),
     "use_vllm=False": (lambda a: not a.use_vllm, "cache_implementation"),
     "use_transformers_continuous_batching=True": (
         lambda a: a.use_transformers_continuous_batching, "transformers_continuous_batching_config"),

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import numbers
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
@@ -79,8 +81,11 @@ def ask(
     """
     answers = function(prompts=prompts, completions=completions, **columns)
     if inspect.isawaitable(answers):
-        with ThreadPoolExecutor(1) as apart:  # a notebook's own thread has a loop that is running
-            answers = apart.submit(asyncio.run, _awaited(answers)).result()
+        asked = asyncio.run_coroutine_threadsafe(_awaited(answers), _loop(os.getpid()))
+        try:
+            answers = asked.result()
+        finally:
+            asked.cancel()  # where waiting was interrupted
     if len(answers) != len(prompts):
         raise ValueError(f"feedback_func returned {len(answers)} answers for {len(prompts)} completions")
     return [said if hints_in(said) else None for said in map(_said, answers)]
@@ -95,6 +100,16 @@ def _said(answer: Any) -> Said:
     if several is None or not all(isinstance(one, Feedback) for one in several):
         raise ValueError(f"feedback_func said {answer!r:.200}; it says a text, a Feedback, several, or None")
     return several
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """One loop for all feedback of a process, in a thread of its own: a client may keep to its loop, and a
+    notebook's own thread has one that is running.
+    """
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="feedback", daemon=True).start()
+    return loop
 
 
 async def _awaited(answers: Any) -> Any:
@@ -215,7 +230,9 @@ def hint_rows(
         rollouts.append(rollout)
         moved.append(output["prompt_ids"].shape[1] - prompt_length)
         found = Alignment([], [], [])
-        if hints_in(said) and any(rollout.sampled):
+        if hints_in(said) and not any(rollout.sampled):
+            unplaced[row] = "no token of this completion is scored"
+        elif hints_in(said):
             before = lambda one: messages_before(prompts[row], completions[row], one.site)  # noqa: B023, E731
             sites = [Site(one.hint, one.site, before(one), one.compared) for one in hints_in(said)]
             found, why = placer.place_all(rollout, sites)

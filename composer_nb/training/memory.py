@@ -160,7 +160,7 @@ def step_shape(
         pairs=pairs,
         accumulates=steps > 1,
         samples_between=steps > args.steps_per_generation,
-        pairs_first=args.world_size == 1 and args.gate_cap is None,
+        pairs_first=args.world_size == 1 and (args.gate_cap is None or not hint),
     )
 
 # %% ../../nbs/training/44_memory.ipynb #mem-storage

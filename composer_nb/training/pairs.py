@@ -58,9 +58,9 @@ def backward_first(trainer: Any, batch: dict[str, torch.Tensor], count: float) -
     """Channel 3 with its weighted gradient already in the parameters, its loss without a graph; None where it
     is off, or has to go through one backward pass with the others.
     """
-    args, accelerator = trainer.args, trainer.accelerator
+    accelerator = trainer.accelerator
     single = accelerator.distributed_type == DistributedType.NO and not accelerator.has_lomo_optimizer
-    if not single or trainer._measures() or args.gate_cap is not None:
+    if not single or trainer._measures() or trainer._caps():
         return None
     config = trainer.loss_config
     with accelerator.autocast():

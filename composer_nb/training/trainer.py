@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,10 @@ class MeasuredTrainer(ChannelSetup):
         scaled = getattr(self.accelerator, "scaler", None) is not None  # unscaled gradients would underflow
         return self.report.due(self.args.grad_norm_steps, self.state.global_step, scaled)
 
+    def _caps(self) -> bool:
+        "Whether channel 2's gradient is held to a share of the policy's."
+        return self.args.gate_cap is not None and self.teacher is not None
+
     def _weights(self, every: bool = False) -> dict[str, float]:
         "Weights at this step, of `every` channel or of those that are on and have what they need."
         found = {"sdpo": self.loss_config.alpha_sdpo, "replay": self.loss_config.beta_replay}
@@ -120,7 +125,7 @@ class ReportedTrainer(MeasuredTrainer):
     def _reported(self, parts: LossComponents, inputs: dict[str, Any]) -> Tensor:
         "The total; its channels are measured where that is due, and logged at the end of the optimizer step."
         total, due = parts.total, self._measures()
-        if due or self.args.gate_cap is not None:
+        if due or self._caps():
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             still = () if policy_moves(self, inputs) else ("policy",)
             total, own = measured(parts, parameters, still, self._capped)
@@ -174,8 +179,8 @@ class ScheduledTrainer(ReportedTrainer):
         return self.args.loss_config(progress, None if self.taid is None else self.taid.t)
 
     def _move_taid(self, line: dict[str, float]) -> None:
-        "Once per optimizer step that compared tokens."
-        if self.taid is not None and line.get("sdpo__tokens", 0) > 0:
+        "Once per optimizer step that compared tokens; a loss that is no number moves nothing."
+        if self.taid is not None and line.get("sdpo__tokens", 0) > 0 and math.isfinite(line["sdpo__loss"]):
             self.taid.update_t(line["sdpo__loss"], global_step=self.state.global_step)
             self._record(sdpo__taid_t=self.taid.t)
 

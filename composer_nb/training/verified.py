@@ -124,6 +124,9 @@ class VerifiedTrainer(HintTrainer):
         pairs, earned = retaken(self, rows, output, fields) if rows else ([], torch.zeros(0))
         passed = (earned >= self.args.retake_pass).tolist()  # NaN, an answer without a reward, has not
         passed = [right and ended(self, answer) for right, (_, answer) in zip(passed, pairs)]
+        if rows and self.args.retake_rest and not any(kind_of(self, row) for row in rows):
+            said = f"retake_rest={self.args.retake_rest} has no effect on hints that say no kind"
+            self.report.tell("retake_rest", f"{said}: answer with Feedback(hint, kind=...)")
         self._look_at(rows, passed, earned.tolist())
         good = {row: pair for row, pair, right in zip(rows, pairs, passed) if right}
         contexts = {row: context for row, (context, _) in good.items()}
