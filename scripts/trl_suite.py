@@ -8,11 +8,13 @@ or its folder `tests` alone. Each case runs three times: with TRL's `GRPOTrainer
 prompts, which is its default. Nothing is downloaded: tiny random models and small datasets stand in
 for those on the hub (`trl_suite_hub.py`). A run that stops goes on where it was; `--fresh` starts again.
 
-The table goes to `book/trl_suite.json`: per case `passed`, `failed`, `failed as expected`, `skipped` (by
+The table goes to `book/trl_suite.json`: the modules of `composer_nb` that the runs loaded, each with the
+start of its source's sha256, and per case `passed`, `failed`, `failed as expected`, `skipped` (by
 itself, while it ran) or `not run`, with a note where the trainers differ or where no trainer passed it.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -77,6 +79,29 @@ def origin(folder: Path) -> dict[str, str]:
         pass
     commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True)
     return found | ({} if commit.returncode else {"commit": commit.stdout.strip()})
+
+
+def modules_of(work: Path) -> dict[str, str]:
+    """What the runs so far loaded of `composer_nb`; SystemExit where such a module is another by now."""
+    found: dict[str, str] = {}
+    for name in TRAINERS:
+        file = work / f"{name}.modules.json"
+        found |= json.loads(file.read_text()) if file.is_file() else {}
+    other = changed_modules(ROOT / "composer_nb", found)
+    if other:
+        named = ", ".join(other[:3]) + ", …" * (len(other) > 3)
+        raise SystemExit(f"the results in {work} are of other code ({named}): run again with --fresh")
+    return dict(sorted(found.items()))
+
+
+def changed_modules(package: Path, kept: dict[str, str]) -> list[str]:
+    """Those of `kept` whose source is another by now, or gone."""
+    return [
+        name
+        for name, digest in kept.items()
+        if not (package / name).is_file()
+        or hashlib.sha256((package / name).read_bytes()).hexdigest()[:12] != digest
+    ]
 
 
 def prepare(hub: Path) -> None:
@@ -189,6 +214,7 @@ def table(work: Path, folder: Path) -> dict[str, Any]:
     return {
         "tests": origin(folder),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "modules": modules_of(work),
         "counts": {name: {word: counts[name][word] for word in OUTCOMES} for name in TRAINERS},
         "cases": rows,
     }
@@ -214,6 +240,7 @@ def main() -> None:
     work = args.work.resolve()
     if args.fresh:
         shutil.rmtree(work, ignore_errors=True)
+    modules_of(work)
     copy_tests(args.folder, work / "suite")
     prepare(work / "hub")
     for trainer in () if args.write_only else args.trainers:

@@ -5,12 +5,14 @@ hubs, `TRL_SUITE_RESULTS` the file of results, one JSON object a line, and `TRL_
 case may take. Cases with a result are not run again.
 """
 
+import hashlib
 import importlib.util
 import inspect
 import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,21 @@ CANNOT = (
 def why_not_run(case: str) -> str | None:
     """The reason why a case cannot run here, or None."""
     return next((reason for pattern, reason in CANNOT if re.search(pattern, case)), None)
+
+
+def loaded_modules(package: str = "composer_nb") -> dict[str, str]:
+    """The package's modules that this process has loaded, by their path in it, with the start of the sha256
+    of their source.
+    """
+    found = {}
+    for name, module in list(sys.modules.items()):
+        source = getattr(module, "__file__", None)
+        if name.split(".")[0] == package and source and source.endswith(".py"):
+            path = Path(source)
+            depth = name.count(".") + (path.name == "__init__.py")
+            place = "/".join(path.parts[-depth:]) if depth else path.name
+            found[place] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return dict(sorted(found.items()))
 
 
 def our_trainer(share_prefixes: bool) -> type:
@@ -143,6 +160,11 @@ class Results:
         finally:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, before)
+
+    def pytest_sessionfinish(self) -> None:
+        kept = self.file.with_suffix(".modules.json")
+        before = json.loads(kept.read_text()) if kept.is_file() else {}
+        kept.write_text(json.dumps(before | loaded_modules()))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:

@@ -1,5 +1,6 @@
 """The table of TRL's own tests: what it may say, and what it says of our trainer."""
 
+import hashlib
 import json
 import re
 import sys
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "book")]
 
 import trl_suite  # noqa: E402
-from trl_suite_plugin import TRAINERS, case_of, plain, results_of  # noqa: E402
+from composer_evidence import trl_suite as trl_suite_text  # noqa: E402
+from trl_suite_plugin import TRAINERS, case_of, loaded_modules, plain, results_of  # noqa: E402
 
 TABLE = json.loads((ROOT / "book" / "trl_suite.json").read_text())
 
@@ -77,3 +79,41 @@ def test_messages_lose_folders_and_addresses():
 def test_a_folder_without_trls_tests_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"conftest\.py is neither in"):
         trl_suite.text_of(tmp_path, "tests/conftest.py")
+
+
+def test_the_status_page_says_which_of_the_modules_that_ran_are_others_by_now(tmp_path):
+    assert ("was not written down" in trl_suite_text(ROOT)) is ("modules" not in TABLE)
+    (tmp_path / "book").mkdir()
+    (tmp_path / "composer_nb").mkdir()
+    for name in ("one.py", "two.py"):
+        (tmp_path / "composer_nb" / name).write_text(name)
+    kept = trl_suite.changed_modules(tmp_path / "composer_nb", {"one.py": "0" * 12})
+    assert kept == ["one.py"]
+    same = hashlib.sha256(b"two.py").hexdigest()[:12]
+    table = TABLE | {"modules": {"one.py": "0" * 12, "two.py": same, "gone.py": same}}
+    (tmp_path / "book" / "trl_suite.json").write_text(json.dumps(table))
+    assert "of the 3 modules of ours that they loaded, others by now: `one.py`, `gone.py`." in trl_suite_text(
+        tmp_path
+    )
+
+
+def test_results_of_other_code_are_not_gone_on_with(tmp_path, monkeypatch):
+    (tmp_path / "composer_nb").mkdir()
+    source = tmp_path / "composer_nb" / "one.py"
+    source.write_text("ONE = 1\n")
+    monkeypatch.setattr(trl_suite, "ROOT", tmp_path)
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    (tmp_path / "ours.modules.json").write_text(json.dumps({"one.py": digest}))
+    assert trl_suite.modules_of(tmp_path) == {"one.py": digest}
+    source.write_text("ONE = 2\n")
+    with pytest.raises(SystemExit, match=r"of other code \(one\.py\): run again with --fresh"):
+        trl_suite.modules_of(tmp_path)
+
+
+def test_loaded_modules_are_those_of_the_package():
+    import composer_nb.core
+
+    found = loaded_modules()
+    file = Path(composer_nb.core.__file__)
+    assert found["core.py"] == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    assert "__init__.py" in found and not trl_suite.changed_modules(ROOT / "composer_nb", found)
