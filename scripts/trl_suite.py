@@ -14,7 +14,6 @@ itself, while it ran) or `not run`, with a note where the trainers differ or whe
 """
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -31,7 +30,7 @@ from typing import Any
 
 import trl_suite_hub
 import trl_suite_images
-from trl_suite_plugin import TRAINERS, results_of
+from trl_suite_plugin import TRAINERS, digest, results_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "book" / "trl_suite.json"
@@ -96,12 +95,7 @@ def modules_of(work: Path) -> dict[str, str]:
 
 def changed_modules(package: Path, kept: dict[str, str]) -> list[str]:
     """Those of `kept` whose source is another by now, or gone."""
-    return [
-        name
-        for name, digest in kept.items()
-        if not (package / name).is_file()
-        or hashlib.sha256((package / name).read_bytes()).hexdigest()[:12] != digest
-    ]
+    return [name for name, was in kept.items() if digest(package / name) != was]
 
 
 def prepare(hub: Path) -> None:

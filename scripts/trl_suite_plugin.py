@@ -32,6 +32,11 @@ def why_not_run(case: str) -> str | None:
     return next((reason for pattern, reason in CANNOT if re.search(pattern, case)), None)
 
 
+def digest(file: Path) -> str:
+    """The start of a file's sha256; empty where it is gone."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
+
+
 def loaded_modules(package: str = "composer_nb") -> dict[str, str]:
     """The package's modules that this process has loaded, by their path in it, with the start of the sha256
     of their source.
@@ -43,7 +48,7 @@ def loaded_modules(package: str = "composer_nb") -> dict[str, str]:
             path = Path(source)
             depth = name.count(".") + (path.name == "__init__.py")
             place = "/".join(path.parts[-depth:]) if depth else path.name
-            found[place] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            found[place] = digest(path)
     return dict(sorted(found.items()))
 
 

@@ -336,7 +336,7 @@ READ = {
     "ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of",
     "generation_batch_size", "steps_per_generation", "temperature", "top_p", "top_k", "min_p",
     "generation_kwargs", "chat_template_kwargs", "repetition_penalty", "beta", "num_iterations",
-    "reward_weights", "multi_objective_aggregation", 
+    "reward_weights", "multi_objective_aggregation",
     "loss_type", "mask_truncated_completions", "sync_ref_model",
     "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold",
     "log_completions", "log_multimodal", "log_completions_hub_repo", "use_transformers_continuous_batching",
