@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .batch import ComposerDataCollator, DPOPair, build_batch
+    from .batch import ComposerDataCollator, DPOPair, Rollout, build_batch
     from .launch.job import ServerlessExecutor
     from .launch.local import LocalProcessExecutor
     from .diloco.manager import MockManager, ObjectStoreAllReduce, ObjectStoreManager
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # The one place that says where a public name lives; the imports above repeat it for type checkers, and a test compares.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "batch": ("ComposerDataCollator", "DPOPair", "build_batch"),
+    "batch": ("ComposerDataCollator", "DPOPair", "Rollout", "build_batch"),
     "launch.job": ("ServerlessExecutor",),
     "launch.local": ("LocalProcessExecutor",),
     "diloco.manager": ("MockManager", "ObjectStoreAllReduce", "ObjectStoreManager"),

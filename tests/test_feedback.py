@@ -294,3 +294,11 @@ def test_images_are_refused_before_anything_is_sampled(column):
     with pytest.raises(ValueError, match=f"the column '{column}'.*alpha_sdpo=0"):
         require_conversations(rows)
     require_conversations(Dataset.from_list([{"prompt": PROMPT, "imagery": "none"}]))
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_image"])
+def test_images_inside_prompts_are_refused_before_anything_is_sampled(kind):
+    said = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": kind}]}
+    with pytest.raises(ValueError, match="^message 1 of the prompt: .*alpha_sdpo=0"):
+        require_conversations([{"prompt": [{"role": "system", "content": "Look."}, said]}])
+    require_conversations([{"prompt": [said | {"content": said["content"][:1]}]}])

@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import tiny
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 from test_loss import full_batch
 from test_trainer import arguments, build, log, record
 
-from composer_nb.loss import LossConfig, compose_loss
+from composer_nb.loss import LossComponents, LossConfig, compose_loss
 from composer_nb.trainer import Feedback
 from composer_nb.training.config import adopt
 from composer_nb.training.gated import Cap, Gains, first_tokens, hint_memory, others_mean, recall
-from composer_nb.training.report import measured
+from composer_nb.training.report import StepReport, measured
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 GATED = dict(alpha_sdpo=0.7, hint_mode="gated", teacher="live", beta_replay=0.0)
@@ -106,7 +108,9 @@ def test_the_capped_total_has_the_gradient_of_scaled_channels() -> None:
     model = tiny.model().double()
     parts = compose_loss(model, full_batch(model), alpha_sdpo=0.5)
     parameters = list(model.parameters())
-    total, own = measured(parts, parameters, (), lambda norms: {"sdpo": 0.25})
+    own: dict[str, list] = {}
+    keep = lambda found: own.update({name: list(g) for name, g in found.items()})  # noqa: E731
+    total = measured(parts, parameters, (), lambda norms: {"sdpo": 0.25}, keep)
     wanted = [
         sum(g for g in (p, None if s is None else 0.5 * 0.25 * s) if g is not None)
         for p, s in zip(own["policy"], own["sdpo"], strict=True)
@@ -257,3 +261,33 @@ def test_what_was_gained_goes_into_a_checkpoint_and_back(tmp_path) -> None:
     recall(other, kept)
     assert hint_memory(other) == hint_memory(one) and other._gains.of("colour") == one._gains.of("colour")
     assert other._cap.policy == one._cap.policy > 0
+
+
+def peak_gradients(run: Callable[[], None], size: int) -> float:
+    """The most that is allocated at once while this runs, in gradients of `size` bytes."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as seen:
+        run()
+    held, peak = 0, 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        held += event.nbytes() if event.name() == "[memory]" else 0
+        peak = max(peak, held)
+    return peak / size
+
+
+def test_a_measured_step_holds_each_channels_gradient_once() -> None:
+    """Two gradients more than an unmeasured step, which needs one: not the channels', their sum, the carriers
+    and the parameters' own all at once.
+    """
+    parameters = [torch.randn(100_000, requires_grad=True) for _ in range(20)]
+
+    def step(alone: bool) -> None:
+        channels = [sum((scale * p).square().sum() for p in parameters) for scale in (1.0, 2.0, 3.0)]
+        whole = channels[0] + 0.5 * channels[1] + 0.1 * channels[2]
+        weights = {"policy": 1.0, "sdpo": 0.5, "replay": 0.1}
+        parts = LossComponents(whole, *channels, weights=weights)
+        keep = partial(StepReport(1, list).keep, only=True)
+        (measured(parts, parameters, keep=keep) if alone else whole).backward()
+
+    unmeasured, alone = (peak_gradients(partial(step, alone), 4 * 2_000_000) for alone in (False, True))
+    assert 2 < alone < unmeasured + 2.1

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from composer_nb.hints import leaked_values
+from composer_nb.hints.error_sites import argument_problems
 from composer_nb.tasks.contract import contract_problems
 from composer_nb.tasks.house_rules import (
     KINDS,
@@ -17,6 +18,7 @@ from composer_nb.tasks.house_rules import (
     rules_of,
     undone,
 )
+from composer_nb.tasks.questions import as_tool, json_schema
 from composer_nb.tasks.tool_calls import grade, load_questions, reference_call, render_answer, render_prompt
 
 QUESTIONS = [q for q in load_questions() if grade(reference_call(q), q).exact]
@@ -157,3 +159,33 @@ def test_the_family_keeps_the_contract_and_shares_no_function():
     assert not names[0] & names[1]
     with pytest.raises(ValueError, match="100000 tasks"):
         family.tasks("train", 100000)
+
+
+def test_every_question_becomes_a_tool_that_its_reference_fits() -> None:
+    """Of the categories with several functions the leaderboard's keys go against its schemas in thirteen."""
+    found = []
+    for question in [*QUESTIONS, *load_questions(["multiple", "live_multiple"])]:
+        call, functions = reference_call(question), {f["name"]: f for f in question.functions}
+        schema = as_tool(functions[call["name"]])["function"]["parameters"]
+        if grade(call, question).exact and argument_problems(call["arguments"], schema, closed=True):
+            found.append(question.category)
+    assert len(QUESTIONS) > 600 and set(found) == {"live_multiple"} and len(found) == 13
+
+
+@pytest.mark.parametrize(
+    ("schema", "standard"),
+    [
+        ({"type": "float"}, {"type": "number"}),
+        ({"type": "any", "description": "x"}, {"description": "x"}),
+        ({"type": "tuple", "items": {"type": "float"}}, {"type": "array", "items": {"type": "number"}}),
+        ({"type": "array", "enum": ["a"]}, {"type": "array", "items": {"enum": ["a"]}}),
+        ({"type": "array", "enum": [["a"]]}, {"type": "array", "enum": [["a"]]}),
+        (
+            {"type": "dict", "properties": {"type": {"type": "any"}, "b": {"type": "dict"}}},
+            {"type": "object", "properties": {"type": {}, "b": {"type": "object"}}},
+        ),
+    ],
+)
+def test_schemas_of_the_leaderboard_in_the_standards_words(schema, standard) -> None:
+    before = json.dumps(schema)
+    assert json_schema(schema) == standard == json_schema(standard) and json.dumps(schema) == before

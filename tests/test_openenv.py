@@ -291,6 +291,7 @@ def test_what_is_served_by_name_is_the_family(name):
                 answers = list(family.reference(task))
                 for said in (answers, [CLAIMS[0]] * len(answers), garbled(answers)[3]):
                     here, there = family.episode(task), remote.episode(RemoteTask(split, index))
+                    assert there.tools == family.tools(task)
                     for text in said:
                         if here.done:
                             break

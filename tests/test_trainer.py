@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
@@ -374,6 +376,43 @@ def test_one_student_forward_under_bf16(tmp_path):
     trainer._compute_loss = counted
     trainer.train()
     assert calls == [1] and log(trainer)[0]["sdpo/loss"] > 0
+
+
+class Casts(TorchDispatchMode):
+    """How often each of these weights is cast while the named method runs."""
+
+    def __init__(self, trainer, method):
+        super().__init__()
+        self.names = {p.data_ptr(): n for n, p in trainer.model.named_parameters() if p.dim() == 2}
+        self.counts, original = Counter(), getattr(trainer, method)
+
+        def watched(*args, **kwargs):
+            with self:
+                return original(*args, **kwargs)
+
+        setattr(trainer, method, watched)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            if name := self.names.get(args[0].data_ptr()):
+                self.counts[name] += 1
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("share", [True, False])
+def test_bf16_casts_each_weight_once_while_sampling(tmp_path, share, adapters):
+    """Not once per token; the base under adapters is frozen, and autocast keeps no casts of such weights."""
+    lora = dict(peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"])) if adapters else {}
+    trainer = lit(tmp_path, beta_replay=0.0, share_prefixes=share, lift_steps=1, grad_norm_steps=0,
+                  options=dict(bf16=True, max_steps=1), **lora)  # fmt: skip
+    wanted = [p.requires_grad for p in trainer.model.parameters()]
+    sampling, lift = Casts(trainer, "_generate_single_turn"), Casts(trainer, "_measure_lift")
+    trainer.train()
+    assert len(sampling.counts) > 10 and set(sampling.counts.values()) == {1}
+    assert len(lift.counts) > 10 and set(lift.counts.values()) <= {1, 2}  # as teacher, as student
+    assert [p.requires_grad for p in trainer.model.parameters()] == wanted
 
 
 def test_a_hint_without_lift_is_reported(tmp_path):

@@ -64,6 +64,7 @@ class EpisodeObservation(Observation):
     messages: str = "[]"  # as one text of JSON, so that no text of a model is refused on its way
     turn: dict[str, str] | None = None
     hints: str = "{}"
+    tools: str = "[]"  # told with the opening
     parts: dict[str, float] = {}
     solved: bool = False
 
@@ -156,14 +157,15 @@ class TaskLists:
 
 # %% ../../nbs/frameworks/53_openenv.ipynb #oe000011
 def observation_of(
-    family: TaskFamily, episode: Any, seen: int, turn: Turn | None, id: str
+    family: TaskFamily, episode: Any, seen: int, turn: Turn | None, id: str, tools: Sequence[Any] = ()
 ) -> EpisodeObservation:
-    "What a session tells after a turn, or after the opening; `seen` messages were told before."
+    "What a session tells after a turn, or, with the tools, after the opening; `seen` messages were told."
     outcome = episode.outcome()
     return EpisodeObservation(
         episode_id=id, family=family.name, messages=json.dumps(episode.messages()[seen:]), done=episode.done,
         reward=outcome.reward if episode.done else 0.0, parts=dict(outcome.parts), solved=outcome.solved,
         turn=turn and turn_as_json(turn), hints=json.dumps(dict(family.hints(turn)) if turn else {}),
+        tools=json.dumps(list(tools)),
     )  # fmt: skip
 
 
@@ -200,9 +202,10 @@ class EpisodeEnvironment(TaskLists, Environment[EpisodeAction, EpisodeObservatio
             raise ValueError(f"reset takes seed, episode_id, split, index, and not {sorted(unknown)}")
         tasks = self.shelf.split(split := split or self.shelf.splits[0])
         index = random.Random(seed).randrange(len(tasks)) if index is None else index
-        self._episode = self.shelf.family.episode(self.shelf.task(split, index))
+        family, task = self.shelf.family, self.shelf.task(split, index)
+        self._episode = family.episode(task)
         self._state = EpisodeState(episode_id=episode_id or uuid.uuid4().hex, split=split, index=index)
-        return observation_of(self.shelf.family, self._episode, 0, None, self._state.episode_id)
+        return observation_of(family, self._episode, 0, None, self._state.episode_id, family.tools(task))
 
     def step(
         self, action: EpisodeAction, timeout_s: float | None = None, **unknown: Any
@@ -279,6 +282,7 @@ class RemoteEpisode:
         self._messages: list[dict[str, Any]] = []
         task = {"split": self.split, "index": self.index}
         self._take(lambda client: client.reset(episode_id=self.id, **task))
+        self.tools: list[dict[str, Any]] = json.loads(self._last.tools)
 
     @property
     def done(self) -> bool:

@@ -83,6 +83,9 @@ class Letters:
     def secrets(self, task: str) -> list[list[str]]:
         return [[task]]
 
+    def tools(self, task: str) -> list[dict[str, Any]]:
+        return []
+
     def hints(self, turn: Turn) -> dict[str, str]:
         return {"error": "Reminder: only letters and spaces."} if turn.fault else {}
 

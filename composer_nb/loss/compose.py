@@ -138,11 +138,15 @@ def compose_loss(
     return compose_channels(model, student, inputs, policy, config, teacher=teacher, counts=counts)
 
 # %% ../../nbs/training/12_loss.ipynb #c025-f8fff8
-def channel_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    "Gradient of one channel for each parameter (None where it has no part). Keeps the graph alive."
+def channel_gradients(
+    loss: Tensor, parameters: Sequence[Tensor], again: bool = True
+) -> list[Tensor | None]:
+    """Gradient of one channel for each parameter (None where it has no part). Keeps the graph alive for
+    another pass `again`.
+    """
     if not loss.requires_grad:
         return [None] * len(parameters)
-    return list(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
+    return list(torch.autograd.grad(loss, parameters, retain_graph=again, allow_unused=True))
 
 
 def gradient_norm(gradients: Iterable[Tensor | None]) -> float:

@@ -390,5 +390,8 @@ class Arithmetic:
     def secrets(self, task: Problem) -> list[list[Any]]:
         return [[str(task.answer), *(str(step.value) for step in task.steps)]]
 
+    def tools(self, task: Problem) -> list[dict[str, Any]]:
+        return []
+
     def hints(self, turn: Turn) -> dict[str, str]:
         return arithmetic_hints(turn)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from ..hints.error_sites import argument_problems
 from ..hints.leaks import leaked_values
 
 # %% auto #0
@@ -136,6 +137,9 @@ class TaskFamily(Protocol):
     def secrets(self, task: Any) -> Sequence[Sequence[Any]]:
         "Turn by turn, the values of the answer that a hint must not hold."
 
+    def tools(self, task: Any) -> Sequence[Mapping[str, Any]]:
+        "What may be called in the course of the task, as chat templates and HTTP endpoints take tools."
+
     def hints(self, turn: Turn) -> Mapping[str, str]:
         "Hints for a turn, by kind; empty for a right one."
 
@@ -204,8 +208,10 @@ def contract_problems(
 def _task_problems(family: TaskFamily, task: Any, spoil: Spoil) -> list[str]:
     answers = list(family.reference(task))
     found = []
-    if not run(family, task, answers).solved:
+    solution = run(family, task, answers)
+    if not solution.solved:
         found.append("its own solution does not solve it")
+    found += _tool_problems(family.tools(task), [turn.call for turn in solution.turns if turn.call])
     for wrong in [*([claim] * len(answers) for claim in CLAIMS), *spoil(answers)]:
         outcome = run(family, task, wrong)
         if outcome.solved:
@@ -213,6 +219,19 @@ def _task_problems(family: TaskFamily, task: Any, spoil: Spoil) -> list[str]:
         elif outcome.reward and set(wrong) <= {*CLAIMS}:
             found.append(f"earns {outcome.reward:.2f} by saying {wrong!r:.200}")
         found += _hint_problems(family, task, outcome, answers)
+    return found
+
+
+def _tool_problems(tools: Sequence[Mapping[str, Any]], calls: Sequence[Call]) -> list[str]:
+    "Calls of a solution for which there is no tool, or whose arguments do not fit its schema."
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    found = []
+    for name, arguments in calls:
+        if name not in schemas:
+            found.append(f"its solution calls {name!r}, and no tool is named so")
+            continue
+        for problem in argument_problems(arguments, schemas[name], closed=True):
+            found.append(f"its solution's {name!r} does not fit the schema: {problem}")
     return found
 
 # %% ../../nbs/tasks/02_contract.ipynb #ct000024
@@ -247,6 +266,10 @@ FAMILIES: dict[str, Callable[[], TaskFamily]] = {
 } | {
     f"multi_turn_{part}": lambda of=part: _tasks("tool_calls_multi_turn").MultiTurn(of, f"multi_turn_{of}")
     for part in ("base", "miss_func", "miss_param", "long_context")
+} | {
+    "files_json_under_rules": lambda: _tasks("ruled").Ruled(
+        family_of("files_json"), _tasks("house_rules").rules_of(2)
+    )
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .contract import Call, Fault, FaultKind, Outcome, Turn
+from .questions import as_tool
 from composer_nb.tasks.tool_calls import (
     EXAMPLE,
     Grade,
@@ -436,6 +437,10 @@ class HouseRules:
 
     def secrets(self, task: ToolQuestion) -> list[list[Any]]:
         return [list(reference_call(task)["arguments"].values())]
+
+    def tools(self, task: ToolQuestion) -> list[dict[str, Any]]:
+        "As the prompt shows them: the rules stand in none."
+        return [as_tool(function) for function in task.functions]
 
     def hints(self, turn: Turn) -> dict[str, str]:
         return dict(turn.facts)

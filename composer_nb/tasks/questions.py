@@ -16,7 +16,7 @@ from typing import Any
 # %% auto #0
 __all__ = ['SINGLE_CALL_CATEGORIES', 'REMEDY', 'TYPE_NAMES', 'INSTRUCTION', 'EXAMPLE', 'data_folder', 'ToolQuestion',
            'load_questions', 'reference_call', 'render_answer', 'split_by_function', 'without_functions_of',
-           'type_name', 'render_function', 'render_prompt']
+           'type_name', 'render_function', 'render_prompt', 'json_schema', 'as_tool']
 
 # %% ../../nbs/tasks/00_questions.ipynb #c007-10ddf9
 SINGLE_CALL_CATEGORIES = ("simple_python", "live_simple", "multiple", "live_multiple")
@@ -243,3 +243,32 @@ def render_prompt(
     label = "Function" if len(question.functions) == 1 else "Functions"
     request = {**last, "content": f"{label}: {functions}\nRequest: {last['content']}"}
     return [system, *(dict(m) for m in EXAMPLE if example), *earlier, request]
+
+# %% ../../nbs/tasks/00_questions.ipynb #tool0001
+_STANDARD = {"dict": "object", "float": "number", "tuple": "array"}
+
+
+def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of the leaderboard in JSON Schema's own types; `any` is no constraint. Values for a list to
+    be made of are listed for its items.
+    """
+    found = dict(schema)
+    several = found.get("type") in ("array", "tuple")
+    if several and "enum" in found and not any(isinstance(value, list) for value in found["enum"]):
+        found["items"] = dict(found.get("items") or {}) | {"enum": found.pop("enum")}
+    declared = found.get("type")
+    if declared == "any":
+        del found["type"]
+    elif isinstance(declared, str):
+        found["type"] = _STANDARD.get(declared, declared)
+    if isinstance(inner := found.get("properties"), Mapping):
+        found["properties"] = {name: json_schema(one) for name, one in inner.items()}
+    if isinstance(inner := found.get("items"), Mapping):
+        found["items"] = json_schema(inner)
+    return found
+
+
+def as_tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    "A function of the leaderboard as chat templates and HTTP endpoints take tools."
+    told = {"name": function["name"], "description": function.get("description", "")}
+    return {"type": "function", "function": told | {"parameters": json_schema(function["parameters"])}}

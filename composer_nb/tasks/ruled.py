@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,6 +207,10 @@ class Ruled:
 
     def secrets(self, task: Any) -> Sequence[Sequence[Any]]:
         return self.family.secrets(task)
+
+    def tools(self, task: Any) -> Sequence[Mapping[str, Any]]:
+        "The family's own: the rules stand in none."
+        return self.family.tools(task)
 
     def hints(self, turn: Turn) -> dict[str, str]:
         "Of a refused turn the wordings of the refusal; of another the family's own, in the house's form."

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .contract import Call, Fault, Outcome, Split, Turn
+from .questions import as_tool
 from .tool_calls import data_folder
 
 # %% auto #0
@@ -341,6 +342,10 @@ class MultiTurn:
 
     def secrets(self, task: Entry) -> list[list[Any]]:
         return [[v for call in turn for v in call.arguments.values()] for turn in task.solution]
+
+    def tools(self, task: Entry) -> list[dict[str, Any]]:
+        "Those that a later request hands over, too."
+        return [as_tool(doc) for name in task.classes for doc in documented(name).values()]
 
     def hints(self, turn: Turn) -> dict[str, str]:
         return {"error": turn.fault.text} if turn.fault else {}

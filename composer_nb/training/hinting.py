@@ -5,8 +5,10 @@
 # %% ../../nbs/training/39_hinting.ipynb #3bdb71c3
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ from ..self_teacher import SelfTeacher
 from .feedback import Placer, ask, columns_of, hint_rows, hints_in, joined
 from .lift import teacher_lift
 from .shards import refuse_shards
+from .sharing import casts_kept
 from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
-__all__ = ['refuse_hint_settings', 'refuse_sampling', 'refuse_model', 'require_conversations', 'count_windows', 'compared_rows',
-           'UpdateTeacher', 'FeedbackTrainer', 'placer_of', 'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say',
-           'fresh_reward', 'credited_advantages']
+__all__ = ['refuse_hint_settings', 'refuse_sampling', 'refuse_model', 'require_conversations', 'shows_image', 'count_windows',
+           'compared_rows', 'UpdateTeacher', 'FeedbackTrainer', 'placer_of', 'mask_lost', 'LiftTrainer', 'HintTrainer',
+           'what_texts_say', 'fresh_reward', 'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
 def refuse_hint_settings(trainer: Any) -> None:
@@ -90,18 +93,30 @@ def refuse_model(trainer: Any) -> None:
 
 # %% ../../nbs/training/39_hinting.ipynb #refuse1
 def require_conversations(dataset: Any) -> None:
-    "Raises ValueError where the first row's prompt is plain text, or has images beside it."
+    """Raises ValueError where the first row's prompt is plain text, or has images beside it or in its
+    messages.
+    """
     first = next(iter(dataset), None) if dataset is not None else None
-    for name in ("image", "images"):
-        if first is not None and first.get(name) is not None:
-            said = f"the column {name!r}: channel 2 reads text only, and the teacher would not see the images"
-            raise ValueError(f"{said}; remove it, or set alpha_sdpo=0")
-    if first is not None and isinstance(first.get("prompt"), str):
+    if first is None:
+        return
+    prompt = first.get("prompt")
+    if isinstance(prompt, str):
         raise ValueError(
             "hints are placed through the chat template: channel 2 needs conversational prompts (lists of "
             "messages), not text; turn each prompt into [{'role': 'user', 'content': prompt}], or "
             "set alpha_sdpo=0"
         )
+    where = [f"the column {name!r}" for name in ("image", "images") if first.get(name) is not None]
+    where += [f"message {n} of the prompt" for n, said in enumerate(prompt or ()) if shows_image(said)]
+    if where:
+        said = f"{where[0]}: channel 2 reads text only, and the teacher would not see the images"
+        raise ValueError(f"{said}; remove it, or set alpha_sdpo=0")
+
+
+def shows_image(message: Mapping[str, Any]) -> bool:
+    "Whether a part of the message is an image."
+    parts = message.get("content")
+    return isinstance(parts, list) and any("image" in str(part.get("type")) for part in parts)
 
 # %% ../../nbs/training/39_hinting.ipynb #c8753c95
 def count_windows(batches: Sequence[dict[str, Any]], window: int, count: Any, gather: Any) -> None:
@@ -203,6 +218,7 @@ class LiftTrainer(FeedbackTrainer):
             [self.teacher.use(), SelfTeacher(self.model, "live").use()],
         )
         options = {"generation_config": self.generation_config}
+        views = [self._mixed(view) for view in views]
         lift = teacher_lift(batch, *views, self._fresh_reward, pad, self.accelerator.device, **options)
         self._lifts = (*self._lifts[-2:], lift)
         self._next_lift = self.state.global_step + self.args.lift_steps
@@ -213,6 +229,12 @@ class LiftTrainer(FeedbackTrainer):
 
     def _fresh_reward(self, rows: Sequence[int], answers: Sequence[list[int]]) -> Tensor:
         return fresh_reward(self, rows, answers).nan_to_num(nan=0.0)
+
+    @contextlib.contextmanager
+    def _mixed(self, view: AbstractContextManager[Any]) -> Iterator[nn.Module]:
+        "The view in the run's precision, with one cast of each weight."
+        with view as module, casts_kept(module, self.accelerator.autocast()):
+            yield module
 
 # %% ../../nbs/training/39_hinting.ipynb #305b2d2a
 class HintTrainer(LiftTrainer):

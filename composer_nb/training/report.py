@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,41 +17,44 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'added', 'measured', 'ToldOnce', 'StepReport', 'gradient_line', 'DarkChannels',
-           'SeriesWatch']
+__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'weighted_sum', 'measured', 'ToldOnce', 'StepReport', 'gradient_line',
+           'DarkChannels', 'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
 Gradients = list[Tensor | None]
 Cap = Callable[[dict[str, float]], dict[str, float]]
 
 
-def added(sums: Gradients | None, gradients: Gradients, weight: float = 1.0) -> Gradients:
-    "`sums + weight * gradients`, where None stands for zero."
-    sums = sums or [None] * len(gradients)
-    return [s if g is None else weight * g if s is None else s + weight * g for s, g in zip(sums, gradients)]
+def weighted_sum(gradients: Iterable[Tensor | None], weights: Iterable[float]) -> Tensor | None:
+    "Sum of `weight * gradient`; None stands for zero."
+    shares = [weight * g for g, weight in zip(gradients, weights) if g is not None]
+    return reduce(Tensor.add_, shares) if shares else None
 
 
 def measured(
-    parts: LossComponents, parameters: Sequence[Tensor], still: Sequence[str] = (), cap: Cap | None = None
-) -> tuple[Tensor, dict[str, Gradients]]:
-    """The total with the same gradient, put together from each lit channel's own; and these.
+    parts: LossComponents, parameters: Sequence[Tensor], still: Sequence[str] = (), cap: Cap | None = None,
+    keep: Callable[[dict[str, Gradients]], None] = lambda own: None,
+) -> Tensor:  # fmt: skip
+    """The total with the same gradient, put together from each lit channel's own; `keep` gets these first.
 
     Channels in `still` are known to have no gradient and get no pass. `cap` says from the channels' weighted
-    gradient norms by what each channel's share is multiplied.
+    gradient norms by what each channel's share is multiplied. The graph is gone afterwards, and so are the
+    channels' own gradients but for those that `keep` has put elsewhere.
     """
-    own, combined = {}, [None] * len(parameters)
-    for name, loss in parts.lit.items():
-        if name not in still:
-            own[name] = channel_gradients(loss, parameters)
-    norms = {name: parts.weights[name] * gradient_norm(gradients) for name, gradients in own.items()}
+    lit = [name for name in parts.lit if name not in still]
+    own = {name: channel_gradients(parts.lit[name], parameters, again=name != lit[-1]) for name in lit}
+    norms = {name: parts.weights[name] * gradient_norm(own[name]) for name in lit if cap is not None}
     factors = {} if cap is None else cap(norms)
-    for name, gradients in own.items():
-        combined = added(combined, gradients, parts.weights[name] * factors.get(name, 1.0))
-    carriers = [
-        p.flatten()[:1].sum() * 0.0 if g is None else torch.dot(p.flatten(), g.flatten().to(p.dtype))
-        for p, g in zip(parameters, combined)  # every parameter reports to DDP
-    ]
-    return parts.total.detach() + sum(carrier - carrier.detach() for carrier in carriers), own
+    keep(own)
+    shares, total = [parts.weights[name] * factors.get(name, 1.0) for name in lit], parts.total.detach()
+    for at, p in enumerate(parameters):  # every parameter reports to DDP
+        g = weighted_sum([own[name][at] for name in lit], shares)
+        flat = p.flatten()
+        carrier = flat[:1].sum() * 0.0 if g is None else torch.dot(flat, g.flatten().to(p.dtype))
+        total = total + (carrier - carrier.detach())
+        for name in lit:
+            own[name][at] = None
+    return total
 
 # %% ../../nbs/training/37_report.ipynb #counted0
 COUNTED = {"sdpo": "tokens", "replay": "pairs"}
@@ -88,6 +92,7 @@ class StepReport(ToldOnce):
         self.processes, self.mean = processes, mean
         self.sums: dict[str, float] = defaultdict(float)
         self.gradients: dict[str, Gradients] = {}
+        self.line: dict[str, float] = {}
         super().__init__()
         self.watch, self.dark = SeriesWatch(self.tell), DarkChannels(self.tell, dark_steps)
 
@@ -103,17 +108,27 @@ class StepReport(ToldOnce):
         for name in ("margin", "accuracy") if "replay" in weights else ():
             self.sums[f"replay__{name}"] += parts.metrics.get(name, 0.0) * share
 
-    def keep(self, gradients: Mapping[str, Gradients]) -> None:
+    def keep(self, gradients: Mapping[str, Gradients], only: bool = False) -> None:
+        """Each channel's own gradients of a micro-batch, until `flush`; of the `only` one of a step their
+        norms and cosines.
+        """
+        if only:
+            self.line = gradient_line(gradients)
+            return
         for name, own in gradients.items():
-            self.gradients[name] = added(self.gradients.get(name), own)
+            sums = self.gradients.setdefault(name, [None] * len(own))
+            for at, g in enumerate(own):
+                if g is not None:
+                    sums[at] = g if sums[at] is None else sums[at].add_(g)
 
     def flush(self, device: torch.device) -> dict[str, float]:
         "The step's line, and an empty report for the next."
         names, joint = sorted(self.sums), ("tokens", "pairs")
         means = self.mean(torch.tensor([self.sums[name] for name in names], device=device)).tolist()
         over = {name: self.processes if name.endswith(joint) else 1 for name in names}
-        line = {name: mean * over[name] for name, mean in zip(names, means)} | gradient_line(self.gradients)
-        self.sums.clear(), self.gradients.clear()
+        line = {name: mean * over[name] for name, mean in zip(names, means)}
+        line |= self.line | gradient_line(self.gradients)
+        self.sums.clear(), self.gradients.clear(), self.line.clear()
         return line
 
 # %% ../../nbs/training/37_report.ipynb #b050e975

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
@@ -19,7 +20,7 @@ from ..forward.shared_body import sharing_prefixes
 from .shards import is_sharded
 
 # %% auto #0
-__all__ = ['TILE', 'regrouped', 'RegroupingTrainer', 'lean_head', 'PrefixSharingTrainer']
+__all__ = ['TILE', 'regrouped', 'RegroupingTrainer', 'lean_head', 'casts_kept', 'PrefixSharingTrainer']
 
 # %% ../../nbs/training/33_sharing.ipynb #422ceebd
 def regrouped(batches: Sequence[dict[str, Any]], window: int) -> list[dict[str, Any]]:
@@ -94,6 +95,25 @@ def lean_head(device: torch.device) -> Iterator[None]:
     finally:
         trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = own
 
+# %% ../../nbs/training/33_sharing.ipynb #cast0001
+@contextlib.contextmanager
+def casts_kept(model: nn.Module, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+    """A pass without gradients under `autocast`, in which each 32-bit weight is cast once, not at each token.
+
+    Without mixed precision nothing is cast and nothing changed.
+    """
+    device = next(model.parameters()).device.type
+    with autocast:
+        mixed = torch.is_autocast_enabled(device) and not is_sharded(model)
+        frozen = [p for p in model.parameters() if mixed and p.dtype == torch.float32 and not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
+
 # %% ../../nbs/training/33_sharing.ipynb #44d01897
 class PrefixSharingTrainer(RegroupingTrainer):
     """GRPOTrainer that computes common prefixes once where `args.share_prefixes` says so and the model
@@ -124,9 +144,9 @@ class PrefixSharingTrainer(RegroupingTrainer):
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
         if is_sharded(self.model):  # generate then waits for processes whose rows are longer
             self.model._is_fsdp_managed_module = True
-        if not getattr(self.args, "share_prefixes", False) or self.use_vllm:
+        if self.use_vllm:
             return super()._generate_single_turn(*args, **options)
-        with self._sharing(self.model), self.accelerator.autocast():
+        with self._sharing(self.model), casts_kept(self.model, self.accelerator.autocast()):
             return super()._generate_single_turn(*args, **options)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:

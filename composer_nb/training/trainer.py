@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,9 @@ class ReportedTrainer(MeasuredTrainer):
         if due or self._caps():
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             still = () if policy_moves(self, inputs) else ("policy",)
-            total, own = measured(parts, parameters, still, self._capped)
-            self.report.keep(own if due else {})
+            only = self.accelerator.sync_gradients and self._place == 0
+            keep = partial(self.report.keep, only=only) if due else lambda own: None
+            total = measured(parts, parameters, still, self._capped if self._caps() else None, keep)
         self.report.add(parts, parts.scored["replay"] / self.pairs_per_step, self._weights())
         accumulation, sums = self.current_gradient_accumulation_steps, self.report.sums
         moves = (inputs["advantages"] != 0).reshape(len(inputs["advantages"]), -1).any(1)

@@ -250,5 +250,8 @@ class Files:
     def secrets(self, task: FileTask) -> list[list[Any]]:
         return [list(request.call.arguments.values()) for request in task.requests]
 
+    def tools(self, task: FileTask) -> list[dict[str, Any]]:
+        return [tool.as_openai() for tool in tools().values()]
+
     def hints(self, turn: Turn) -> dict[str, str]:
         return hints_for(turn, self.surface)
