@@ -124,10 +124,10 @@ def surroundings(work: Path, trainer: str, seconds: int) -> dict[str, str]:
     return os.environ | HEAP | own
 
 
-def command(work: Path, chosen: str) -> list[str]:
+def command(work: Path, trainer: str, chosen: str) -> list[str]:
     tests = work / "suite" / "tests" / "test_grpo_trainer.py"
     plugins = ["-p", "trl_suite_plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    kept = [f"--rootdir={work / 'suite'}", f"--basetemp={work / 'tmp'}", "--tb=short", "-q"]
+    kept = [f"--rootdir={work / 'suite'}", f"--basetemp={work / f'tmp_{trainer}'}", "--tb=short", "-q"]
     return [sys.executable, "-m", "pytest", *plugins, *kept, *(["-k", chosen] if chosen else []), str(tests)]
 
 
@@ -168,7 +168,7 @@ def run(work: Path, trainer: str, chosen: str, seconds: int) -> None:
     while again:
         with (work / f"{trainer}.log").open("a") as log:
             where = {"env": surroundings(work, trainer, seconds), "cwd": work / "suite"}
-            process = subprocess.Popen(command(work, chosen), stdout=log, stderr=log, **where)
+            process = subprocess.Popen(command(work, trainer, chosen), stdout=log, stderr=log, **where)
             try:
                 watch(process, file, seconds + 120)
             finally:
