@@ -381,9 +381,10 @@ def test_one_student_forward_under_bf16(tmp_path):
 class Casts(TorchDispatchMode):
     """How often each of these weights is cast while the named method runs."""
 
-    def __init__(self, trainer, method):
+    def __init__(self, trainer, method, model=None):
         super().__init__()
-        self.names = {p.data_ptr(): n for n, p in trainer.model.named_parameters() if p.dim() == 2}
+        weights = (model or trainer.model).named_parameters()
+        self.names = {p.data_ptr(): n for n, p in weights if p.dim() == 2}
         self.counts, original = Counter(), getattr(trainer, method)
 
         def watched(*args, **kwargs):
@@ -413,6 +414,16 @@ def test_bf16_casts_each_weight_once_while_sampling(tmp_path, share, adapters):
     assert len(sampling.counts) > 10 and set(sampling.counts.values()) == {1}
     assert len(lift.counts) > 10 and set(lift.counts.values()) <= {1, 2}  # as teacher, as student
     assert [p.requires_grad for p in trainer.model.parameters()] == wanted
+
+
+def test_a_frozen_teachers_copy_is_cast_once_while_its_lift_is_measured(tmp_path):
+    trainer = lit(tmp_path, beta_replay=0.0, teacher="frozen", lift_steps=1, grad_norm_steps=0,
+                  options=dict(bf16=True, max_steps=1))  # fmt: skip
+    copy = trainer.teacher.kept.copy
+    lift = Casts(trainer, "_measure_lift", copy)
+    trainer.train()
+    assert len(lift.counts) > 10 and set(lift.counts.values()) == {1}
+    assert not any(p.requires_grad for p in copy.parameters())
 
 
 def test_a_hint_without_lift_is_reported(tmp_path):

@@ -120,7 +120,7 @@ class Episode(Protocol):
     def outcome(self) -> Outcome:
         "How it stands, or ended."
 
-
+# %% ../../nbs/tasks/02_contract.ipynb #ct00013b
 class TaskFamily(Protocol):
     "Tasks of one kind."
 
@@ -204,7 +204,7 @@ def contract_problems(
         found.append(f"{len(shared)} tasks are both in train and in heldout, such as {min(shared):.100}")
     return found
 
-
+# %% ../../nbs/tasks/02_contract.ipynb #ct00023b
 def _task_problems(family: TaskFamily, task: Any, spoil: Spoil) -> list[str]:
     answers = list(family.reference(task))
     found = []

@@ -16,7 +16,7 @@ from .tool_calls import EXAMPLE
 
 # %% auto #0
 __all__ = ['LONGEST', 'REFUSED', 'WITHOUT_EFFECT', 'calls_within', 'parsed', 'formed', 'unruled', 'refusal_hints', 'in_form',
-           'RuledEpisode', 'Ruled']
+           'RuledEpisode', 'AsInside', 'Ruled']
 
 # %% ../../nbs/tasks/21_ruled.ipynb #rf000007
 LONGEST = 10_000  # characters of an answer that is not JSON in which a call is looked for
@@ -172,9 +172,29 @@ def _refuse_without_calls(family: TaskFamily) -> None:
             such = f"{family.name} answers without calls in JSON, such as {said[0]!r:.80}"
             raise ValueError(f"{such}: rules are about calls")
 
+# %% ../../nbs/tasks/21_ruled.ipynb #rf00018a
+class AsInside:
+    "What rules leave as it is in the family inside."
+
+    family: TaskFamily
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        return splits_of(self.family)
+
+    def tasks(self, split: Split, count: int, seed: int = 0) -> Sequence[Any]:
+        return self.family.tasks(split, count, seed)
+
+    def secrets(self, task: Any) -> Sequence[Sequence[Any]]:
+        return self.family.secrets(task)
+
+    def tools(self, task: Any) -> Sequence[Mapping[str, Any]]:
+        "The rules stand in none."
+        return self.family.tools(task)
+
 # %% ../../nbs/tasks/21_ruled.ipynb #rf000018
 @dataclass(frozen=True)
-class Ruled:
+class Ruled(AsInside):
     """The tasks of `family` under `rules`; the share `partial` of the reward is for rules kept. Raises
     ValueError where that is not in [0, 1), and for a family whose solutions hold no call in JSON.
     """
@@ -192,25 +212,11 @@ class Ruled:
     def name(self) -> str:
         return f"{self.family.name}_under_rules"
 
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        return splits_of(self.family)
-
-    def tasks(self, split: Split, count: int, seed: int = 0) -> Sequence[Any]:
-        return self.family.tasks(split, count, seed)
-
     def episode(self, task: Any) -> RuledEpisode:
         return RuledEpisode(self.family.episode(task), self.rules, self.partial)
 
     def reference(self, task: Any) -> list[str]:
         return [formed(answer, self.rules) for answer in self.family.reference(task)]
-
-    def secrets(self, task: Any) -> Sequence[Sequence[Any]]:
-        return self.family.secrets(task)
-
-    def tools(self, task: Any) -> Sequence[Mapping[str, Any]]:
-        "The family's own: the rules stand in none."
-        return self.family.tools(task)
 
     def hints(self, turn: Turn) -> dict[str, str]:
         "Of a refused turn the wordings of the refusal; of another the family's own, in the house's form."

@@ -101,7 +101,7 @@ def _said(answer: Any) -> Said:
         raise ValueError(f"feedback_func said {answer!r:.200}; it says a text, a Feedback, several, or None")
     return several
 
-
+# %% ../../nbs/training/31_feedback.ipynb #fb00c1lp
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
     """One loop for all feedback of a process, in a thread of its own: a client may keep to its loop, and a

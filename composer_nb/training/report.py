@@ -17,8 +17,8 @@ from ..diagnostics import collapse_warnings, gradient_cosine
 from ..loss.compose import LossComponents, channel_gradients, gradient_norm
 
 # %% auto #0
-__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'weighted_sum', 'measured', 'ToldOnce', 'StepReport', 'gradient_line',
-           'DarkChannels', 'SeriesWatch']
+__all__ = ['Gradients', 'Cap', 'COUNTED', 'PRICE', 'weighted_sum', 'measured', 'ToldOnce', 'gradient_line', 'KeptGradients',
+           'StepReport', 'DarkChannels', 'SeriesWatch']
 
 # %% ../../nbs/training/37_report.ipynb #9cde51c7
 Gradients = list[Tensor | None]
@@ -84,15 +84,50 @@ class ToldOnce:
             self.told.add(key)
             warnings.warn(sentence, stacklevel=3)
 
+# %% ../../nbs/training/37_report.ipynb #keptgr00
+def gradient_line(gradients: Mapping[str, Gradients]) -> dict[str, float]:
+    "Norms of the channels' own gradients, and cosines to channel 1's."
+    line = {f"{name}__grad_norm": gradient_norm(own) for name, own in gradients.items()}
+    if (policy := gradients.get("policy")) is not None:
+        others = {name: own for name, own in gradients.items() if name != "policy"}
+        line |= {f"{name}__cosine": gradient_cosine(own, policy) for name, own in others.items()}
+    return line
+
+
+class KeptGradients(ToldOnce):
+    "Each channel's own gradients, from the first micro-batch of a step to its end."
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Gradients] = {}
+        self.line: dict[str, float] = {}
+        super().__init__()
+
+    def keep(self, gradients: Mapping[str, Gradients], only: bool = False) -> None:
+        """Each channel's own gradients of a micro-batch, until `flush`; of the `only` one of a step their
+        norms and cosines.
+        """
+        if only:
+            self.line = gradient_line(gradients)
+            return
+        for name, own in gradients.items():
+            sums = self.gradients.setdefault(name, [None] * len(own))
+            for at, g in enumerate(own):
+                if g is not None:
+                    sums[at] = g if sums[at] is None else sums[at].add_(g)
+
+    def measures(self) -> dict[str, float]:
+        "Norms and cosines of the step, whose gradients are let go."
+        found = self.line | gradient_line(self.gradients)
+        self.gradients.clear(), self.line.clear()
+        return found
+
 # %% ../../nbs/training/37_report.ipynb #3c4478b0
-class StepReport(ToldOnce):
+class StepReport(KeptGradients):
     "Sums over the micro-batches of a step, and warnings given once; `mean` averages a vector over processes."
 
     def __init__(self, processes: int, mean: Callable[[Tensor], Tensor], dark_steps: int = 10) -> None:
         self.processes, self.mean = processes, mean
         self.sums: dict[str, float] = defaultdict(float)
-        self.gradients: dict[str, Gradients] = {}
-        self.line: dict[str, float] = {}
         super().__init__()
         self.watch, self.dark = SeriesWatch(self.tell), DarkChannels(self.tell, dark_steps)
 
@@ -108,39 +143,17 @@ class StepReport(ToldOnce):
         for name in ("margin", "accuracy") if "replay" in weights else ():
             self.sums[f"replay__{name}"] += parts.metrics.get(name, 0.0) * share
 
-    def keep(self, gradients: Mapping[str, Gradients], only: bool = False) -> None:
-        """Each channel's own gradients of a micro-batch, until `flush`; of the `only` one of a step their
-        norms and cosines.
-        """
-        if only:
-            self.line = gradient_line(gradients)
-            return
-        for name, own in gradients.items():
-            sums = self.gradients.setdefault(name, [None] * len(own))
-            for at, g in enumerate(own):
-                if g is not None:
-                    sums[at] = g if sums[at] is None else sums[at].add_(g)
-
     def flush(self, device: torch.device) -> dict[str, float]:
         "The step's line, and an empty report for the next."
         names, joint = sorted(self.sums), ("tokens", "pairs")
         means = self.mean(torch.tensor([self.sums[name] for name in names], device=device)).tolist()
         over = {name: self.processes if name.endswith(joint) else 1 for name in names}
         line = {name: mean * over[name] for name, mean in zip(names, means)}
-        line |= self.line | gradient_line(self.gradients)
-        self.sums.clear(), self.gradients.clear(), self.line.clear()
+        line |= self.measures()
+        self.sums.clear()
         return line
 
 # %% ../../nbs/training/37_report.ipynb #b050e975
-def gradient_line(gradients: Mapping[str, Gradients]) -> dict[str, float]:
-    "Norms of the channels' own gradients, and cosines to channel 1's."
-    line = {f"{name}__grad_norm": gradient_norm(own) for name, own in gradients.items()}
-    if (policy := gradients.get("policy")) is not None:
-        others = {name: own for name, own in gradients.items() if name != "policy"}
-        line |= {f"{name}__cosine": gradient_cosine(own, policy) for name, own in others.items()}
-    return line
-
-
 class DarkChannels:
     "Tells, with the reason, of a weighted channel that has scored nothing for `steps` steps."
 
