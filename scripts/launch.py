@@ -29,6 +29,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "pandas": "plot",
     "peft": "lora",
+    "triton": "kernel",
     "kingfisher_sdk": "replay",
     "genai_prices": "replay",
     "orjson": "replay",
@@ -51,6 +52,8 @@ EXTRAS = {
     # An environment of verl reads fastapi and uvicorn from ours.
     f"{PACKAGE}.adapters.environments": "drills",
 }
+# Modules that others import only where what they need is installed: who imports those needs nothing for it.
+WHERE_INSTALLED = {f"{PACKAGE}.distillation.rows_kernel"}
 # What a page starts as a process of its own, by a word of its cells, and the extra that has it.
 COMMANDS = {'"serve",': "drills"}  # `transformers serve`
 # An extra that comes along with another, so that more pages ask for the same ones and share an environment.
@@ -110,7 +113,7 @@ def imports_of_module(name: str, root: Path) -> frozenset[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = parts[: len(parts) - node.level + 1]
             node.module, node.level = ".".join([*base, *filter(None, [node.module])]), 0
-    return frozenset(imports_in(tree))
+    return frozenset(imports_in(tree)) - WHERE_INSTALLED
 
 
 def is_launch_cell(cell: nbformat.NotebookNode) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core import wide_dtype
+from .rows import divergence_rows
 
 # %% auto #0
-__all__ = ['RowWeight', 'Head', 'View', 'Step', 'divergence_step', 'autograd_step', 'chunk_rows', 'streamed_loss',
+__all__ = ['RowWeight', 'Head', 'View', 'runs_kernel', 'Step', 'divergence_step', 'autograd_step', 'chunk_rows', 'streamed_loss',
            'fused_divergence_loss']
 
 # %% ../../nbs/kernels/04_fused.ipynb #c007-b601e6
@@ -65,46 +67,12 @@ class View:
     head: Head
     share: float = 1.0
 
-# %% ../../nbs/kernels/04_fused.ipynb #c011-473720
-def _powers(out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    "out = 2^z after z lost its maximum in place; returns the sum and its log2, (rows, 1) each."
-    z.sub_(z.amax(-1, keepdim=True))
-    total = torch.exp2(z, out=out).sum(-1, keepdim=True)
-    return total, total.log2()
-
-
-def _dot(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
-    """Row-wise inner products, (rows, 1), summed pairwise: a running sum in fp32 over a whole vocabulary
-    loses digits.
+# %% ../../nbs/kernels/04_fused.ipynb #fu-kernel
+def runs_kernel(x: Tensor) -> bool:
+    """Whether logits made of `x` go through the Triton kernel: on a GPU, in fp32 or from 16 bits, with Triton
+    installed.
     """
-    return torch.mul(a, b, out=room).sum(-1, keepdim=True)
-
-# %% ../../nbs/kernels/04_fused.ipynb #dbaa95c2
-def _divergence_rows(s: Tensor, t: Tensor, beta: float, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """D_beta in nats and what the gradient still lacks, (rows, 1) each, from logits in bits.
-
-    `s` becomes the gradient with respect to logits in nats but for that factor; `t` is spoilt.
-    """
-    S, T, L = scratch[:, :len(s)]
-    (sum_s, log_s), (sum_t, log_t) = _powers(S, s), _powers(T, t)
-    t.sub_(s)
-    shift = log_s - log_t  # now log2(T/S) is t + shift
-    if beta == 0.0:
-        value = _dot(T, t, L) / sum_t + shift
-        torch.sub(S, T.mul_(sum_s / sum_t), out=s)
-        return math.log(2) * value, 1 / sum_s
-    if beta == 1.0:
-        inner = _dot(S, t, s) / sum_s
-        torch.sub(S.mul_(inner), s, out=s)
-        return -math.log(2) * (inner + shift), math.log(2) / sum_s
-    # log2 of the odds; beyond 2^126 the student's mass is nothing
-    t.add_(shift + math.log2(beta / (1 - beta))).clamp_(max=126.0)
-    torch.exp2(t, out=L).log1p_()
-    inner = _dot(S, L, s) / sum_s
-    torch.sub(S.mul_(inner), s, out=s)
-    reverse = _dot(T, t.sub_(L, alpha=1 / math.log(2)), L) / sum_t
-    value = -(1 - beta) * (math.log1p(-beta) + inner) + beta * (math.log(2) * reverse - math.log(beta))
-    return value, (1 - beta) / sum_s
+    return x.is_cuda and wide_dtype(x.dtype) == torch.float32 and find_spec("triton") is not None
 
 # %% ../../nbs/kernels/04_fused.ipynb #c013-488b46
 RowWeight = Callable[[Tensor, Tensor, slice], Tensor | None]
@@ -121,32 +89,56 @@ class Step:
     run: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
     scale: float = 1.0
 
+# %% ../../nbs/kernels/04_fused.ipynb #fu-blocks
+def _weights_of(
+    weight: RowWeight | Tensor | None, s: Tensor, t: Tensor, rows: slice, scale: float
+) -> Tensor:
+    "Weights of a chunk's rows, (rows, 1); a function of logits gets them without `scale`."
+    if callable(weight) and not isinstance(weight, Tensor):
+        weight = weight(s, t, rows) if scale == 1.0 else weight(s / scale, t / scale, rows)
+    elif weight is not None:
+        weight = weight[rows]
+    return s.new_ones(len(s), 1) if weight is None else weight.detach().to(s.dtype).unsqueeze(1)
+
+
+def _in_blocks(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    "`divergence_rows` on a few rows at a time, which a processor's cache can hold; a GPU takes all at once."
+    height = len(s) if s.is_cuda else min(len(s), max(1, _BLOCK // s.shape[1]))
+    scratch = s.new_empty(3, height, s.shape[1])
+    tops = range(0, len(s), height)
+    blocks = [divergence_rows(s[top : top + height], t[top : top + height], beta, scratch) for top in tops]
+    values, factor = (torch.cat(column) for column in zip(*blocks))
+    return values, factor
+
 # %% ../../nbs/kernels/04_fused.ipynb #700b66b7
 def divergence_step(
-    beta: float, temperature: float = 1.0, token_clip: float | None = None, weight: RowWeight | None = None
+    beta: float, temperature: float = 1.0, token_clip: float | None = None,
+    weight: RowWeight | Float[Tensor, " N"] | None = None, kernel: bool = False,
 ) -> Step:
     """Closed-form step for the sum over rows of `weight * min(D_beta, token_clip)`, logits divided by
     `temperature`.
 
-    `weight(student_logits, teacher_logits, rows)` gives one number per row from logits not yet divided, or
-    None for all 1.
+    `weight`: one number for each of all rows, or a function `weight(student_logits, teacher_logits, rows)` of
+    a chunk's logits, not yet divided, to one number per row (None for all 1). `kernel`: by one kernel on a
+    GPU (see `runs_kernel`).
     """
-    scale = 1.0 / (math.log(2) * temperature)
+    unit = 1.0 / (math.log(2) * temperature)
+    scale = 1.0 if kernel else unit
 
-    def run(s: Tensor, t: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        given = None if weight is None else weight(s / scale, t / scale, rows)
-        weights = s.new_ones(len(s), 1) if given is None else given.to(s.dtype).unsqueeze(1)
-        height = len(s) if s.is_cuda else min(len(s), max(1, _BLOCK // s.shape[1]))
-        scratch = s.new_empty(3, height, s.shape[1])
-        tops = range(0, len(s), height)
-        blocks = [
-            _divergence_rows(s[top : top + height], t[top : top + height], beta, scratch) for top in tops
-        ]
-        values, factor = (torch.cat(column) for column in zip(*blocks))
-        factor *= weights / temperature
+    def run(s: Tensor, t: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        weights = _weights_of(weight, s, t, rows, scale)
+        if kernel:
+            from composer_nb.distillation.rows_kernel import kernel_rows  # needs Triton
+
+            values, factor = kernel_rows(s, t, beta, unit, weights / temperature, token_clip), None
+        else:
+            values, factor = _in_blocks(s, t, beta)
+            factor *= weights / temperature
         if token_clip is None:
             return (weights * values).sum(), factor
-        return (weights * values.clamp(max=token_clip)).sum(), factor * (values <= token_clip)
+        if factor is not None:
+            factor = factor * (values <= token_clip)
+        return (weights * values.clamp(max=token_clip)).sum(), factor
 
     return Step(run, scale)
 
@@ -169,13 +161,17 @@ def autograd_step(chunk_loss: Callable[[Tensor, Tensor, slice], Tensor]) -> Step
 
 # %% ../../nbs/kernels/04_fused.ipynb #c015-de1ce4
 _VOCAB_BLOCK = 8192
-# From 2.8 on torch.mm writes fp32 from 16 bits on a GPU.
+# From 2.8 on products of 16-bit matrices write fp32 on a GPU.
 _WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    "a @ b of 16-bit matrices on a GPU, in a wider type."
-    return torch.mm(a, b, out_dtype=dtype) if _WIDE_PRODUCTS else a.to(dtype) @ b.to(dtype)
+def _wide_product(a: Tensor, b: Tensor, out: Tensor, more: bool = False) -> Tensor:
+    "out = a @ b, or with `more` out += a @ b, for 16-bit matrices and a wider `out`."
+    if a.is_cuda and _WIDE_PRODUCTS:
+        if more:
+            return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=float(more))
 
 
 def _products_into(out: Tensor, hidden: Tensor, weight: Tensor, scale: float) -> None:
@@ -183,7 +179,9 @@ def _products_into(out: Tensor, hidden: Tensor, weight: Tensor, scale: float) ->
     if weight.dtype == out.dtype:
         out.addmm_(hidden, weight.t(), beta=0, alpha=scale)
     elif out.is_cuda:
-        out.copy_(_wide_product(hidden, weight.t(), out.dtype)).mul_(scale)
+        _wide_product(hidden, weight.t(), out)
+        if scale != 1.0:
+            out.mul_(scale)
     else:
         wide = hidden.to(out.dtype) * scale
         for top in range(0, len(weight), _VOCAB_BLOCK):
@@ -191,29 +189,24 @@ def _products_into(out: Tensor, hidden: Tensor, weight: Tensor, scale: float) ->
 
 # %% ../../nbs/kernels/04_fused.ipynb #96650e55
 def _hidden_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    "gradient (N, V) @ weight (V, D), accumulated in gradient's type."
+    "gradient (N, V) @ weight (V, D), accumulated in gradient's type; a narrower weight widened in parts."
     if weight.dtype == gradient.dtype:
         return gradient @ weight
-    if gradient.is_cuda:
-        return _wide_product(gradient.to(weight.dtype), weight, gradient.dtype)
     out = gradient.new_zeros(len(gradient), weight.shape[1])
     for top in range(0, len(weight), _VOCAB_BLOCK):
         out.addmm_(gradient[:, top : top + _VOCAB_BLOCK], weight[top : top + _VOCAB_BLOCK].to(gradient.dtype))
     return out
 
 
-def _add_weight_gradient(
-    total: Tensor, gradient: Tensor, hidden: Tensor, factor: Tensor | float, fresh: bool
-) -> None:
-    """total (V, D) += (factor * gradient).T @ hidden, accumulated in total's type.
-
-    `fresh` overwrites what is there.
+def _narrowed(gradient: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The gradient in 16 bits. For fp16 its rows are scaled to a largest entry of 2^14, in place, and the
+    second result (N, 1) undoes that; else it is None.
     """
-    if hidden.dtype != total.dtype and total.is_cuda:
-        product = _wide_product((gradient * factor).to(hidden.dtype).t(), hidden, total.dtype)
-        total.copy_(product) if fresh else total.add_(product)
-    else:
-        total.addmm_(gradient.t(), hidden.to(total.dtype) * factor, beta=0 if fresh else 1)
+    if kind != torch.float16:
+        return gradient.to(kind), None
+    top = torch.linalg.vector_norm(gradient, math.inf, dim=-1, keepdim=True).div_(2**14)
+    top.clamp_(min=torch.finfo(top.dtype).tiny)
+    return gradient.div_(top).to(kind), top
 
 # %% ../../nbs/kernels/04_fused.ipynb #c016-6a1363
 def _logits_into(out: Tensor, hidden: Tensor, head: Head, scale: float) -> None:
@@ -237,36 +230,67 @@ def _slope(logits: Tensor, head: Head, scale: float) -> Tensor:
 
 # %% ../../nbs/kernels/04_fused.ipynb #68319c5c
 class _Gradients:
-    """Room for the gradients of hidden states, weight and bias, each only if it is wanted.
-
-    Filled chunk by chunk.
+    """Room for the gradients of hidden states, weight and bias, each only if it is wanted, filled chunk by
+    chunk; all of them times `unit` (a tensor of one number).
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool, bool]
+        self, hidden: Tensor, head: Head, wants: tuple[bool, bool, bool], unit: Tensor
     ) -> None:
-        wide = wide_dtype(weight.dtype)
+        weight, bias, wide = head.weight, head.bias, wide_dtype(head.weight.dtype)
+        room = torch.empty_like if len(hidden) else torch.zeros_like
         self.hidden = torch.empty_like(hidden) if wants[0] else None
-        self.weight = (
-            (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=wide) if wants[1] else None
-        )
+        self.weight = room(weight, dtype=wide) if wants[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if wants[2] else None
+        self.unit, self.owed = unit, False  # whether the weight's still lacks the unit
 
-    def add(
-        self, logits: Tensor, weight: Tensor, hidden: Tensor, rows: slice, factor: Tensor | float
-    ) -> None:
-        "Take over a chunk's gradient of the logits, which still lacks `factor`; spoils it."
+    def add(self, logits: Tensor, weight: Tensor, hidden: Tensor, rows: slice, factor: Tensor | None) -> None:
+        "Take over a chunk's gradient of the logits, which still lacks `factor` if any; spoils it."
+        if logits.is_cuda and weight.dtype != logits.dtype:
+            return _add_narrow(self, logits, weight, hidden, rows, factor)
+        whole = self.unit if factor is None else factor * self.unit
         if self.hidden is not None:
-            self.hidden[rows] = _hidden_gradient(logits, weight).mul_(factor)
+            self.hidden[rows] = _hidden_gradient(logits, weight).mul_(whole)
         if self.weight is not None:
-            _add_weight_gradient(self.weight, logits, hidden[rows], factor, fresh=rows.start == 0)
+            scaled = hidden[rows].to(self.weight.dtype) * whole
+            self.weight.addmm_(logits.t(), scaled, beta=float(rows.start > 0))
         if self.bias is not None:
-            self.bias += logits.mul_(factor).sum(0)
+            self.bias += logits.mul_(whole).sum(0)
 
     def as_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
         "All three in the types of what they belong to."
-        d_weight = None if self.weight is None else self.weight.to(weight.dtype)
+        d_weight = self.weight
+        if d_weight is not None and self.owed:
+            d_weight = torch.mul(d_weight, self.unit, out=torch.empty_like(weight))
+        elif d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
         return self.hidden, d_weight, None if self.bias is None else self.bias.to(bias.dtype)
+
+# %% ../../nbs/kernels/04_fused.ipynb #fu-narrow
+def _add_narrow(
+    into: _Gradients, logits: Tensor, weight: Tensor, hidden: Tensor, rows: slice, factor: Tensor | None
+) -> None:
+    "`_Gradients.add` by products of 16-bit matrices, as a GPU has them."
+    if factor is not None:
+        logits.mul_(factor)
+    if into.bias is not None:
+        into.bias += logits.sum(0) * into.unit
+    narrow, top = _narrowed(logits, weight.dtype)
+    if into.hidden is not None:
+        made = _wide_product(narrow, weight, logits.new_empty(len(narrow), weight.shape[1]))
+        into.hidden[rows] = made.mul_(into.unit if top is None else top * into.unit)
+    if into.weight is None:
+        return
+    into.owed, first, side = True, rows.start == 0, hidden[rows]
+    if top is None:
+        _wide_product(narrow.t(), side, into.weight, more=not first)
+        return
+    peak = top.max()  # so that what the hidden states are multiplied by fits fp16 too
+    product = _wide_product(narrow.t(), (side * (top / peak)).to(side.dtype), torch.empty_like(into.weight))
+    if first:
+        torch.mul(product, peak, out=into.weight)
+    else:
+        into.weight.addcmul_(product, peak)
 
 # %% ../../nbs/kernels/04_fused.ipynb #0dd9a09e
 class _Stream(torch.autograd.Function):
@@ -279,7 +303,7 @@ class _Stream(torch.autograd.Function):
     ) -> Tensor:
         wide = wide_dtype(weight.dtype)
         read = _reader(head, teachers, step.scale, hidden.new_empty(0, dtype=wide), min(chunk, len(hidden)))
-        gradients = _Gradients(hidden, weight, bias, wants)
+        gradients = _Gradients(hidden, head, wants, head.scale / count)
         total = hidden.new_zeros((), dtype=torch.float64 if hidden.device.type == "cpu" else wide)
         for top in range(0, len(hidden), chunk):
             rows = slice(top, min(top + chunk, len(hidden)))
@@ -289,7 +313,6 @@ class _Stream(torch.autograd.Function):
             total += part
             if slope is not None:
                 s.mul_(slope)
-            factor = (head.scale if factor is None else factor * head.scale) / count
             gradients.add(s, weight, hidden, rows, factor)
         ctx.save_for_backward(*gradients.as_parameters(weight, bias))
         return (total / count).to(wide)
@@ -332,11 +355,13 @@ def _reader(
     return read
 
 # %% ../../nbs/kernels/04_fused.ipynb #c020-4389d6
-def chunk_rows(rows: int, vocabulary: int, *, smallest: int = 46 * 2**20, largest: int = 320 * 2**20) -> int:
-    """Rows to stream at a time, in equal parts: a quarter of all, within bounds.
+# Bytes that two fp32 buffers of logits may have at least and at most; a GPU wants long products.
+_CHUNK = {"cpu": (46 * 2**20, 320 * 2**20), "cuda": (128 * 2**20, 1280 * 2**20)}
 
-    Two fp32 buffers of logits take between `smallest` and `largest` bytes.
-    """
+
+def chunk_rows(rows: int, vocabulary: int, device: str = "cpu") -> int:
+    "Rows to stream at a time on a type of device, in equal parts: a quarter of all, within bounds."
+    smallest, largest = _CHUNK.get(device, _CHUNK["cpu"])
     per_row = 8 * vocabulary
     wished = max(1, min(max(-(-rows // 4), smallest // per_row), largest // per_row))
     return max(1, -(-rows // -(-rows // wished))) if rows else 1
@@ -368,7 +393,7 @@ def streamed_loss(
         min=1
     )
     count = count.to(wide_dtype(head.weight.dtype))
-    height = chunk or chunk_rows(len(hidden), len(head.weight))
+    height = chunk or chunk_rows(len(hidden), len(head.weight), hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
         return _Stream.apply(hidden, head.weight, head.bias, head, views, step, count, height, wants)
 
@@ -394,12 +419,13 @@ def fused_divergence_loss(
     weight: Float[Tensor, " N"] | None = None,
     denominator: float | Tensor | None = None,
     chunk: int | None = None,
+    kernel: bool | None = None,
 ) -> Float[Tensor, ""]:
     """Mean divergence D_beta in nats per row, as `generalized_jsd_loss` on full logits, without full logits.
 
     Rows are scored positions, already gathered. `weight` (N,) multiplies rows and is not differentiated.
-    Raises ValueError for `beta` outside [0, 1], a temperature that is not positive, or a `weight` of another
-    length.
+    `kernel`: whether one Triton kernel works on the logits (None: where `runs_kernel` says so). Raises
+    ValueError for `beta` outside [0, 1], a temperature that is not positive, or a `weight` of another length.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}: 0 is KL(T||S), 1 is KL(S||T)")
@@ -409,6 +435,6 @@ def fused_divergence_loss(
         raise ValueError(
             f"weight {tuple(weight.shape)} must give one number for each of the {len(student.hidden)} rows"
         )
-    row_weight = None if weight is None else lambda s, t, rows: weight.detach()[rows]
-    step = divergence_step(beta, temperature, token_clip, row_weight)
+    kernel = runs_kernel(student.head.weight) if kernel is None else kernel
+    step = divergence_step(beta, temperature, token_clip, weight, kernel)
     return streamed_loss(student, teachers, step, denominator=denominator, chunk=chunk)

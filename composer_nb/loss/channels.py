@@ -20,7 +20,14 @@ from ..core import token_logprobs
 from ..credit import sdar_gate
 from ..distillation.divergence import generalized_jsd_loss, importance_weight
 from ..distillation.entropy_opd import entropy_blend_loss, eopd_loss
-from ..distillation.fused import Head, View, autograd_step, divergence_step, streamed_loss
+from composer_nb.distillation.fused import (
+    Head,
+    View,
+    autograd_step,
+    divergence_step,
+    runs_kernel,
+    streamed_loss,
+)
 from ..distillation.taid import taid_loss
 from ..forward.sharing import SharedForwardPass, shared_forward_pass
 from ..forward.states import ForwardPass, causal_lm, head_shortcut
@@ -173,7 +180,9 @@ def streamed_distillation(
 
     plain = config.sdpo_wrapper == "none" and not config.sdpo_sampled
     if plain and config.sdpo_top_k is None and config.sdpo_entry_clip is None:
-        step = divergence_step(config.sdpo_jsd_beta, config.sdpo_temperature, config.sdpo_token_clip, weights)
+        read = config.sdpo_is_cap is not None or config.sdpo_gate is not None  # weights off the logits
+        options = config.sdpo_jsd_beta, config.sdpo_temperature, config.sdpo_token_clip
+        step = divergence_step(*options, weights if read else share, runs_kernel(student.head.weight))
     else:
         step = autograd_step(on_logits)
     return streamed_loss(student, teachers, step, denominator=count)

@@ -252,11 +252,12 @@ def divergence_bytes(model: ModelCosts, args: ComposerConfig, rows: int, device:
         return 0
     plain = args.sdpo_wrapper == "none" and not args.sdpo_sampled and args.sdpo_top_k is None
     closed = model.streams and plain and args.sdpo_entry_clip is None
-    height = chunk_rows(rows, model.vocabulary) if model.streams else rows
+    height = chunk_rows(rows, model.vocabulary, device) if model.streams else rows
     row = 4 * model.vocabulary
     if closed:
-        scratch = 3 * height * row if device == "cuda" else 4 * SCRATCH
-        return 2 * height * row + max(2 * height * row, scratch)  # weights of rows read both sides unscaled
+        reads = args.sdpo_is_cap is not None or args.sdpo_gate is not None  # weights read both sides unscaled
+        narrow = height * row // 2 if device == "cuda" else 4 * SCRATCH  # a GPU's gradient in 16 bits
+        return 2 * height * row + max(2 * height * row * reads, narrow)
     taken, kept = FULL_COPIES[0.0 < args.sdpo_jsd_beta < 1.0]
     return (taken if model.streams else taken - kept) * height * row
 

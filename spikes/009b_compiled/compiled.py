@@ -17,7 +17,7 @@ from composer_nb.distillation.fused import Head, Step, View, fused_divergence_lo
 
 
 def formula(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """`_divergence_rows` for 0 < beta < 1 without its scratch: value and factor, (rows, 1) each; `s` becomes
+    """`divergence_rows` for 0 < beta < 1 without its scratch: value and factor, (rows, 1) each; `s` becomes
     the gradient but for that factor.
     """
     log2 = math.log2(beta / (1 - beta))
