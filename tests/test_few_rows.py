@@ -67,6 +67,12 @@ def test_what_is_somebody_elses_is_left_alone(counted):
     assert not counted and "forward" in patched.__dict__
 
 
+def test_a_model_on_another_device_is_left_alone():
+    model = nn.Sequential(nn.Linear(8, 4, device="meta"), nn.Linear(4, 4))
+    with turning_few_rows(model):
+        assert ["forward" in layer.__dict__ for layer in model] == [False, True]
+
+
 def test_nothing_is_left_behind_by_an_error():
     model = nn.Sequential(nn.Linear(8, 4))
     with pytest.raises(ZeroDivisionError), turning_few_rows(model), turning_few_rows(model):

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from composer_nb.forward import shared_body
 from composer_nb.forward.shared_body import RoomyLayer, sharing_prefixes, why_not
@@ -116,6 +116,18 @@ def test_a_cache_with_room_samples_the_same_ids(model, monkeypatch, room, how):
     assert all(torch.equal(a, b) for a, b in zip(found[0].scores, found[1].scores))
     if room == 64 and "do_sample" in how and copies:  # none where a family has layers of its own
         assert copies.count(False) == copies.count(True) / 6
+
+
+def test_on_other_devices_only_large_layers_get_room(monkeypatch):
+    """A copy of a small one takes no longer there than its launch."""
+    monkeypatch.setattr(shared_body, "ROOM_FROM", 2 * 1 * 3 * 4 * 4)
+    for device, columns, roomy in (("cpu", 1, True), ("meta", 2, False), ("meta", 3, True)):
+        cache = DynamicCache()
+        start = torch.zeros(2, 1, columns, 4, device=device)
+        cache.update(start, start, 0)
+        cache.layers.append(DynamicLayer())  # one that nothing was written to
+        shared_body.give_room(cache)
+        assert [type(layer) is RoomyLayer for layer in cache.layers] == [roomy, False], (device, columns)
 
 
 def test_a_layer_with_room_falls_back_where_a_gradient_is_kept_or_types_differ():

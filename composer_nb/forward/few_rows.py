@@ -43,10 +43,11 @@ def _forward(layer: nn.Linear, rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def turning_few_rows(model: nn.Module) -> Iterator[None]:
-    """Inside, linear layers of the model turn products of 2 to `FEW` rows on a CPU. A layer whose forward is
-    somebody else's, a subclass or an instance's own, is left alone.
+    """Inside, linear layers of the model turn products of 2 to `FEW` rows on a CPU. A layer on another
+    device, or whose forward is somebody else's, a subclass or an instance's own, is left alone.
     """
-    layers = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__]
+    own = (m for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__)
+    layers = [layer for layer in own if layer.weight.device.type == "cpu"]
     for layer in layers:
         layer.forward = types.MethodType(_forward, layer)
     try:

@@ -23,8 +23,8 @@ from .sharing import MIN_SAVING, grouped_states, paying_plan
 from .states import cache_keyword, cache_of, causal_lm, recomputes
 
 # %% auto #0
-__all__ = ['ROOM', 'SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'RoomyLayer', 'appended',
-           'give_room', 'sharing_prefixes']
+__all__ = ['ROOM', 'ROOM_FROM', 'SharedCalls', 'why_not', 'padded_states', 'prefilled', 'common_beginning', 'RoomyLayer',
+           'appended', 'give_room', 'sharing_prefixes']
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #fded4f9f
 @dataclass
@@ -191,6 +191,7 @@ def _from_one_root(
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #room0001
 ROOM = 64  # columns that are free after a layer was copied
+ROOM_FROM = 32 * 2**20  # bytes of a layer's keys from which room pays where a copy is a launch, as on a GPU
 
 
 class RoomyLayer(DynamicLayer):
@@ -229,9 +230,16 @@ def appended(held: Tensor, new: Tensor, room: Tensor | None) -> tuple[Tensor, Te
     return room[..., :after, :], room
 
 
+def _gains(layer: Any) -> bool:
+    "Whether a layer is one that grows by copying, and copies much; on a CPU every copy is much."
+    if type(layer) is not DynamicLayer or not layer.is_initialized:
+        return False
+    return layer.keys.device.type == "cpu" or layer.keys.nbytes >= ROOM_FROM
+
+
 def give_room(cache: Cache) -> None:
-    "Layers that grow by copying grow in place from here on; others stay as they are."
-    cache.layers = [RoomyLayer.of(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    "Layers that grow by copying grow in place from here on, where that pays; others stay as they are."
+    cache.layers = [RoomyLayer.of(layer) if _gains(layer) else layer for layer in cache.layers]
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #b26da3ef
 class _Own:
@@ -255,12 +263,14 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
     body, calls = causal_lm(model).base_model, SharedCalls()
     patched, own = body.__dict__.get("forward"), body.forward
     continues_exactly(model)  # looked at once, through the forward that is about to change
+    word = cache_keyword(own)
 
     @functools.wraps(own)  # whoever reads the signature finds the body's own
     def forward(input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
         given = [options.pop(name, None) for name in ("cache", "past_key_values")]
         cache = next((held for held in given if held is not None), None)
-        return _call(model, own, calls, input_ids, attention_mask, cache, options)
+        held = {} if cache is None else {word: cache}
+        return _call(model, own, calls, input_ids, attention_mask, held, options)
 
     body.forward = forward
     try:
@@ -274,12 +284,12 @@ def sharing_prefixes(model: nn.Module) -> Iterator[SharedCalls]:
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #251791cd
 def _call(
-    model: nn.Module, own: Callable[..., Any], calls: SharedCalls, ids: Any, mask: Any, cache: Any,
-    options: dict[str, Any],
+    model: nn.Module, own: Callable[..., Any], calls: SharedCalls, ids: Any, mask: Any,
+    held: dict[str, Any], options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    "One call of the body: shared where it can be."
+    "One call of the body, `held` its cache by its name if it has one: shared where it can be."
     lm, size = causal_lm(model), 0 if ids is None else ids.numel()
-    held = {} if cache is None else {cache_keyword(own): cache}
+    cache = next(iter(held.values()), None)
     plain = lambda: own(input_ids=ids, attention_mask=mask, **held, **options)  # noqa: E731
     seen = torch.ones_like(ids) if mask is None and ids is not None else mask
     if cache is not None:
