@@ -21,7 +21,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Liger's kernels need a GPU. With Triton installed Liger finds that out only after it has changed the classes
+    # Liger's kernels need a GPU. With Triton installed Liger finds that out only after it changed the classes
     # of a model, and every case after that has the changed ones.
     sys.modules["triton"] = None  # type: ignore[assignment]
 
