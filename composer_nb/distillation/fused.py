@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -69,10 +70,13 @@ class View:
 
 # %% ../../nbs/kernels/04_fused.ipynb #fu-kernel
 def runs_kernel(x: Tensor) -> bool:
-    """Whether logits made of `x` go through the Triton kernel: on a GPU, in fp32 or from 16 bits, with Triton
-    installed.
+    """Whether logits made of `x` go through the Triton kernel: on a GPU that Triton knows (compute capability
+    7.0 or newer), in fp32 or from 16 bits, with Triton installed, and not where COMPOSER_NB_KERNEL is 0.
     """
-    return x.is_cuda and wide_dtype(x.dtype) == torch.float32 and find_spec("triton") is not None
+    if not x.is_cuda or wide_dtype(x.dtype) != torch.float32 or find_spec("triton") is None:
+        return False
+    known = torch.version.hip is not None or torch.cuda.get_device_capability(x.device) >= (7, 0)
+    return known and os.environ.get("COMPOSER_NB_KERNEL") != "0"
 
 # %% ../../nbs/kernels/04_fused.ipynb #c013-488b46
 RowWeight = Callable[[Tensor, Tensor, slice], Tensor | None]
@@ -88,6 +92,7 @@ class Step:
 
     run: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
     scale: float = 1.0
+    kernel: bool = False  # it needs no room beside the logits, so a GPU's chunks may be large
 
 # %% ../../nbs/kernels/04_fused.ipynb #fu-blocks
 def _weights_of(
@@ -98,7 +103,7 @@ def _weights_of(
         weight = weight(s, t, rows) if scale == 1.0 else weight(s / scale, t / scale, rows)
     elif weight is not None:
         weight = weight[rows]
-    return s.new_ones(len(s), 1) if weight is None else weight.detach().to(s.dtype).unsqueeze(1)
+    return s.new_ones(len(s), 1) if weight is None else weight.detach().to(s.dtype, copy=True).unsqueeze(1)
 
 
 def _in_blocks(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -140,7 +145,7 @@ def divergence_step(
             factor = factor * (values <= token_clip)
         return (weights * values.clamp(max=token_clip)).sum(), factor
 
-    return Step(run, scale)
+    return Step(run, scale, kernel)
 
 # %% ../../nbs/kernels/04_fused.ipynb #f0fd35a5
 def autograd_step(chunk_loss: Callable[[Tensor, Tensor, slice], Tensor]) -> Step:
@@ -231,7 +236,8 @@ def _slope(logits: Tensor, head: Head, scale: float) -> Tensor:
 # %% ../../nbs/kernels/04_fused.ipynb #68319c5c
 class _Gradients:
     """Room for the gradients of hidden states, weight and bias, each only if it is wanted, filled chunk by
-    chunk; all of them times `unit` (a tensor of one number).
+    chunk; all of them times `unit` (a tensor of one number). Of an fp16 head they are kept in fp32: most of
+    them lie below what fp16 holds until a loss scale has multiplied them.
     """
 
     def __init__(
@@ -239,7 +245,8 @@ class _Gradients:
     ) -> None:
         weight, bias, wide = head.weight, head.bias, wide_dtype(head.weight.dtype)
         room = torch.empty_like if len(hidden) else torch.zeros_like
-        self.hidden = torch.empty_like(hidden) if wants[0] else None
+        self.kept = wide if weight.dtype == torch.float16 else weight.dtype
+        self.hidden = torch.empty_like(hidden, dtype=self.kept) if wants[0] else None
         self.weight = room(weight, dtype=wide) if wants[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if wants[2] else None
         self.unit, self.owed = unit, False  # whether the weight's still lacks the unit
@@ -257,14 +264,14 @@ class _Gradients:
         if self.bias is not None:
             self.bias += logits.mul_(whole).sum(0)
 
-    def as_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        "All three in the types of what they belong to."
+    def finished(self) -> tuple[Tensor | None, ...]:
+        "All three in the type they are kept in."
         d_weight = self.weight
         if d_weight is not None and self.owed:
-            d_weight = torch.mul(d_weight, self.unit, out=torch.empty_like(weight))
+            d_weight = torch.mul(d_weight, self.unit, out=torch.empty_like(d_weight, dtype=self.kept))
         elif d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
-        return self.hidden, d_weight, None if self.bias is None else self.bias.to(bias.dtype)
+            d_weight = d_weight.to(self.kept)
+        return self.hidden, d_weight, None if self.bias is None else self.bias.to(self.kept)
 
 # %% ../../nbs/kernels/04_fused.ipynb #fu-narrow
 def _add_narrow(
@@ -275,6 +282,8 @@ def _add_narrow(
         logits.mul_(factor)
     if into.bias is not None:
         into.bias += logits.sum(0) * into.unit
+    if into.hidden is None and into.weight is None:
+        return
     narrow, top = _narrowed(logits, weight.dtype)
     if into.hidden is not None:
         made = _wide_product(narrow, weight, logits.new_empty(len(narrow), weight.shape[1]))
@@ -314,7 +323,8 @@ class _Stream(torch.autograd.Function):
             if slope is not None:
                 s.mul_(slope)
             gradients.add(s, weight, hidden, rows, factor)
-        ctx.save_for_backward(*gradients.as_parameters(weight, bias))
+        ctx.save_for_backward(*gradients.finished())
+        ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return (total / count).to(wide)
 
     @staticmethod
@@ -325,7 +335,8 @@ class _Stream(torch.autograd.Function):
                 "generalized_jsd_loss on logits"
             )
         same = scale.device.type == "cpu" and scale.item() == 1.0  # then no gradient needs a copy
-        return (*(g if g is None or same else g * scale.to(g.dtype) for g in ctx.saved_tensors), *[None] * 6)
+        scaled = (g if g is None or same else g * scale.to(g.dtype) for g in ctx.saved_tensors)
+        return (*(g if g is None else g.to(kind) for g, kind in zip(scaled, ctx.kinds)), *[None] * 6)
 
 # %% ../../nbs/kernels/04_fused.ipynb #4c35c9a9
 def _reader(
@@ -355,12 +366,13 @@ def _reader(
     return read
 
 # %% ../../nbs/kernels/04_fused.ipynb #c020-4389d6
-# Bytes that two fp32 buffers of logits may have at least and at most; a GPU wants long products.
+# Bytes that two fp32 buffers of logits may have at least and at most; a GPU's kernel wants long products, and
+# holds nothing else.
 _CHUNK = {"cpu": (46 * 2**20, 320 * 2**20), "cuda": (128 * 2**20, 1280 * 2**20)}
 
 
 def chunk_rows(rows: int, vocabulary: int, device: str = "cpu") -> int:
-    "Rows to stream at a time on a type of device, in equal parts: a quarter of all, within bounds."
+    "Rows to stream at a time, in equal parts: a quarter of all, within bounds (`cuda`: of the kernel)."
     smallest, largest = _CHUNK.get(device, _CHUNK["cpu"])
     per_row = 8 * vocabulary
     wished = max(1, min(max(-(-rows // 4), smallest // per_row), largest // per_row))
@@ -393,7 +405,7 @@ def streamed_loss(
         min=1
     )
     count = count.to(wide_dtype(head.weight.dtype))
-    height = chunk or chunk_rows(len(hidden), len(head.weight), hidden.device.type)
+    height = chunk or chunk_rows(len(hidden), len(head.weight), hidden.device.type if step.kernel else "cpu")
     with torch.autocast(hidden.device.type, enabled=False):
         return _Stream.apply(hidden, head.weight, head.bias, head, views, step, count, height, wants)
 

@@ -25,7 +25,7 @@ from .config import ComposerConfig
 # %% auto #0
 __all__ = ['TILE_TOKENS', 'TILE_WIDTH', 'TILES', 'SAMPLING_COPIES', 'PAIR_COPIES', 'SCRATCH', 'FULL_COPIES', 'stand_ins',
            'parts_of', 'Positions', 'positions_of', 'prompt_positions', 'saved_bytes', 'TokenCosts', 'as_trained',
-           'token_costs', 'ModelCosts', 'model_costs', 'known_device', 'head_bytes', 'divergence_bytes',
+           'token_costs', 'ModelCosts', 'model_costs', 'known_device', 'head_bytes', 'divergence_bytes', 'narrow_bytes',
            'divergence_kept']
 
 # %% ../../nbs/training/43_activations.ipynb #act-stand-ins
@@ -181,6 +181,7 @@ class ModelCosts:
     cache: int  # keys and values of a token, all layers
     vocabulary: int  # number
     logit: int  # a logit as TRL computes it
+    head_dtype: torch.dtype  # of the head as it is held
     head: int  # the head's gradient in fp32; 0 where the head does not train
     streams: bool  # the divergence runs in chunks
     levels: int  # how many times a row may go on from another
@@ -207,6 +208,7 @@ def model_costs(model: nn.Module, args: ComposerConfig, longest: int) -> ModelCo
         cache=layers * keys * (dtype.itemsize if dtype else size),
         vocabulary=weight.shape[0],
         logit=dtype.itemsize if dtype else size,
+        head_dtype=weight.dtype,
         head=weight.numel() * 4 if weight.requires_grad else 0,
         streams=args.sdpo_fused and head_of(model) is not None,
         levels=levels,
@@ -252,14 +254,25 @@ def divergence_bytes(model: ModelCosts, args: ComposerConfig, rows: int, device:
         return 0
     plain = args.sdpo_wrapper == "none" and not args.sdpo_sampled and args.sdpo_top_k is None
     closed = model.streams and plain and args.sdpo_entry_clip is None
-    height = chunk_rows(rows, model.vocabulary, device) if model.streams else rows
-    row = 4 * model.vocabulary
+    row, where = 4 * model.vocabulary, device if closed else "cpu"
+    height = chunk_rows(rows, model.vocabulary, where) if model.streams else rows
     if closed:
         reads = args.sdpo_is_cap is not None or args.sdpo_gate is not None  # weights read both sides unscaled
-        narrow = height * row // 2 if device == "cuda" else 4 * SCRATCH  # a GPU's gradient in 16 bits
-        return 2 * height * row + max(2 * height * row * reads, narrow)
+        beside = 4 * SCRATCH if device == "cpu" else narrow_bytes(model, height * row)
+        return 2 * height * row + max(2 * height * row * reads, beside)
     taken, kept = FULL_COPIES[0.0 < args.sdpo_jsd_beta < 1.0]
     return (taken if model.streams else taken - kept) * height * row
+
+
+def narrow_bytes(model: ModelCosts, logits: int) -> int:
+    """Bytes that a GPU takes beside a chunk's `logits` (bytes, fp32) where the head has 16 bits: their
+    gradient in 16 bits, or at the end the head's; in fp16 a product as large as the head's gradient too.
+    """
+    if model.head_dtype.itemsize != 2:
+        return 0
+    if model.head_dtype == torch.float16:  # the finished gradient stays in fp32
+        return logits // 2 + model.head
+    return max(logits // 2, model.head // 2)
 
 
 def divergence_kept(model: ModelCosts, args: ComposerConfig, rows: int) -> int:
