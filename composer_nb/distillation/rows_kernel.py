@@ -152,7 +152,7 @@ def kernel_rows(
             _launch(s, t, beta, unit, clip, value, gain)
     return value
 
-
+# %% ../../nbs/kernels/03c_rows_kernel.ipynb #rk-launch
 def _launch(
     s: Tensor, t: Tensor, beta: float, unit: float, clip: float | None, value: Tensor, gain: Tensor
 ) -> None:
