@@ -186,7 +186,9 @@ def run(work: Path, trainer: str, chosen: str, seconds: int) -> None:
 
 def outcome(found: dict[str, Any] | None) -> str:
     """The word for the table: not run is what marks, this suite or a missing package kept from running."""
-    if found is None or (found["outcome"] == "skipped" and not found["ran"]) or found["why"] in MISSING:
+    if found is None or found["outcome"] == "started":  # by a process beside this one
+        return "not run"
+    if (found["outcome"] == "skipped" and not found["ran"]) or found["why"] in MISSING:
         return "not run"
     return found["outcome"]
 

@@ -53,6 +53,7 @@ def test_notes_are_of_cases_that_differ():
         ({"outcome": "skipped", "ran": True, "why": "from within"}, "skipped"),
         ({"outcome": "failed", "ran": True, "why": "assert 1 == 2"}, "failed"),
         ({"outcome": "failed", "ran": True, "why": next(iter(trl_suite.MISSING))}, "not run"),
+        ({"case": "of a process beside this one", "outcome": "started"}, "not run"),
         ({"outcome": "passed", "ran": True, "why": ""}, "passed"),
     ],
 )
