@@ -50,9 +50,12 @@ def on_source_read(app, docname: str, source: list[str]) -> None:
             "%d cells show a figure that no heading or prose names: no alt text", nameless, location=docname
         )
     add_api_link(app, notebook, module)
+    options = app.config.html_theme_options
+    place = options["repository_url"], options.get("repository_branch", "main")
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = composer_runs.from_its_spike(docname, draw("".join(cell["source"])))
+            said = composer_runs.to_the_plan(docname, draw("".join(cell["source"])), *place)
+            cell["source"] = composer_runs.from_its_spike(docname, said)
     composer_runs.add_spike_opening(app, docname, notebook)
     composer_runs.add_run_card(app, docname, notebook)
     source[0] = json.dumps(notebook)

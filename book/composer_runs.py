@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -244,6 +245,19 @@ def from_its_spike(docname: str, markdown: str) -> str:
     the run's.
     """
     return re.sub(r"\]\((?=\.\./)", "](../../", markdown) if RUN_PAGE.match(docname) else markdown
+
+
+def to_the_plan(docname: str, markdown: str, repository: str, branch: str) -> str:
+    """Plans are no pages of the book: a link to one leads into the repository. A run's notebook names it as its
+    spike's does.
+    """
+    match = RUN_PAGE.match(docname)
+    folder = f"spikes/{match['spike']}" if match else posixpath.dirname(docname)
+
+    def there(found: re.Match[str]) -> str:
+        return f"]({repository}/blob/{branch}/{posixpath.normpath(posixpath.join(folder, found['path']))})"
+
+    return re.sub(r"\]\((?P<path>(?!\w+:)[^()\s]*\bplan\.md)\)", there, markdown)
 
 
 def add_spike_opening(app, docname: str, notebook: dict) -> None:

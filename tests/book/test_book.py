@@ -25,7 +25,7 @@ from composer_api import read_package
 from composer_evidence import chapter_row, house_table, lone_table, look_up
 from composer_explorer import split_series
 from composer_notebooks import add_alt_texts, dollar_maths, prepare_notebook, split_directives
-from composer_runs import NEVER, from_its_spike, newest, runs_of, show
+from composer_runs import NEVER, from_its_spike, newest, runs_of, show, to_the_plan
 from sample_book import FIRST_RUN, METRICS, ROOT, RUN, SPIKE, write_runs, write_sample_book
 
 pytestmark = pytest.mark.browser
@@ -653,6 +653,21 @@ def test_links_of_a_run_lead_where_those_of_its_spike_do():
     run = from_its_spike("spikes/003b_b/runs/cpu/spike", said)
     assert run == said.replace("](../003_a", "](../../../003_a")
     assert from_its_spike("spikes/003b_b/spike", said) == said == from_its_spike("nbs/data/01_files", said)
+
+
+@pytest.mark.parametrize(
+    ("docname", "said", "leads"),
+    [
+        ("spikes/009_a/spike", "plan.md", "spikes/009_a/plan.md"),
+        ("spikes/009_a/runs/gpu/spike", "plan.md", "spikes/009_a/plan.md"),
+        ("spikes/009_a/runs/gpu/spike", "../012_b/plan.md", "spikes/012_b/plan.md"),
+        ("nbs/training/40_trainer", "../../spikes/005b/plan.md", "spikes/005b/plan.md"),
+    ],
+)
+def test_a_plan_is_read_in_the_repository(docname, said, leads):
+    text = f"see [the plan]({said}), [a page](other.ipynb), [it](https://example.org/plan.md)"
+    found = to_the_plan(docname, text, "https://example.org/r", "main")
+    assert found == text.replace(f"]({said})", f"](https://example.org/r/blob/main/{leads})")
 
 
 @pytest.mark.parametrize(
