@@ -248,8 +248,8 @@ def from_its_spike(docname: str, markdown: str) -> str:
 
 
 def to_the_plan(docname: str, markdown: str, repository: str, branch: str) -> str:
-    """Plans are no pages of the book: a link to one leads into the repository. A run's notebook names it as its
-    spike's does.
+    """Plans are no pages of the book: a link to one leads into the repository. A run's notebook names it as
+    its spike's does.
     """
     match = RUN_PAGE.match(docname)
     folder = f"spikes/{match['spike']}" if match else posixpath.dirname(docname)
