@@ -20,11 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Liger's kernels need a GPU. With Triton installed Liger finds that out only after it changed the classes
-    # of a model, and every case after that has the changed ones.
-    sys.modules["triton"] = None  # type: ignore[assignment]
-
 TRAINERS = ("trl", "ours", "ours_shared")
 # What a case needs and this suite has not: matched against its name, first match counts.
 CANNOT = (
@@ -185,9 +180,18 @@ class Results:
             self.write(case_of(report.nodeid), outcome, why=why, **ran)
 
 
+def hide_triton() -> None:
+    """Where there is no GPU. Liger's kernels need one, and with Triton installed Liger finds that out after
+    it changed the classes of a model: every case after that has the changed ones.
+    """
+    if not torch.cuda.is_available():
+        sys.modules["triton"] = None  # type: ignore[assignment]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if (name := os.environ.get("TRL_SUITE_TRAINER")) is None:
         return
+    hide_triton()  # before anything of transformers or TRL is imported
     answer_newer_questions()
     replace_trainer(name)
     seconds = int(os.environ.get("TRL_SUITE_SECONDS", "120"))

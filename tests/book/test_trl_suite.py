@@ -118,3 +118,21 @@ def test_loaded_modules_are_those_of_the_package():
     file = Path(composer_nb.core.__file__)
     assert found["core.py"] == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     assert "__init__.py" in found and not trl_suite.changed_modules(ROOT / "composer_nb", found)
+
+
+def test_reading_the_suite_hides_nothing_and_running_it_hides_triton(monkeypatch):
+    """This process has imported the plugin, and other tests in it use Triton."""
+    import importlib.util
+
+    import torch
+    import trl_suite_plugin
+
+    assert sys.modules.get("triton", "") is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "triton", sys.modules.get("triton"))
+    trl_suite_plugin.hide_triton()
+    assert importlib.util.find_spec("triton") is None
+    monkeypatch.setitem(sys.modules, "triton", sys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trl_suite_plugin.hide_triton()
+    assert sys.modules["triton"] is sys
