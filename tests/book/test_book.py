@@ -655,6 +655,11 @@ def test_links_of_a_run_lead_where_those_of_its_spike_do():
     assert from_its_spike("spikes/003b_b/spike", said) == said == from_its_spike("nbs/data/01_files", said)
 
 
+def test_no_page_links_to_a_site_that_a_file_name_looks_like(html):
+    wrong = re.compile(r'href="https?://[\w-]+\.(?:md|py)"')
+    assert [str(page) for page in sorted(html.rglob("*.html")) if wrong.search(page.read_text("utf-8"))] == []
+
+
 @pytest.mark.parametrize(
     ("docname", "said", "leads"),
     [
