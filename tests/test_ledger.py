@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from composer_nb.replay.append_file import decode_line, encode_line
 from composer_nb.replay.budget import Budget
+from composer_nb.replay.command import app as replay_command
 from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest
 from composer_nb.traces import Action, ToolCall
@@ -501,3 +503,64 @@ def test_a_ledger_may_be_closed_by_another_thread(path: Path) -> None:
     thread.start()
     thread.join()
     Ledger(path).close()
+
+
+# --- settling by command ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_open_calls(path: Path) -> Path:
+    "An answer of .01, and four open calls of .02: three days old, as old in a batch, of unknown age, new."
+    path.parent.mkdir(parents=True)
+    with Ledger(path) as ledger:
+        ask(ledger, 0)
+        for i in (1, 2, 3, 4):
+            ledger.request_sync(question(i), 0.02, f"s/{i}")
+    found = [decode_line(line) for line in path.read_bytes().splitlines()]
+    for record, change in zip(found[-4:], ({"at": time.time() - 3 * 86400},) * 2 + ({"at": 0.0}, {})):
+        record |= change
+    found[-3]["batch"] = "b/1"
+    path.write_bytes(b"".join(map(encode_line, found)))
+    return path
+
+
+def settled(path: Path, *words: str) -> tuple[str, int]:
+    done = CliRunner().invoke(replay_command, ["settle", str(path), *words])
+    return done.output, done.exit_code
+
+
+@pytest.mark.parametrize("usd, spent", [((), 0.03), (("--usd", "0"), 0.01), (("--usd", "0.5"), 0.51)])
+def test_calls_too_old_to_come_are_settled_at_their_worst_case_or_as_told(with_open_calls, usd, spent):
+    output, code = settled(with_open_calls, "--older-than", "48", *usd)
+    assert code == 0 and output.startswith("1 settled")
+    with Ledger(with_open_calls) as ledger:
+        assert {one.state_id for one in ledger.open_requests} == {"s/2", "s/3", "s/4"}
+        assert ledger.spent_usd == pytest.approx(spent, abs=1e-12)
+        assert ledger.committed_usd == pytest.approx(spent + 0.06, abs=1e-12)
+    assert settled(with_open_calls, "--older-than", "48")[0].startswith("0 settled")
+
+
+def test_one_call_is_settled_by_its_key(with_open_calls):
+    output, code = settled(with_open_calls, question(3).key[:16], "--usd", "0.004")
+    assert code == 0 and output.startswith("1 settled")
+    with Ledger(with_open_calls) as ledger:
+        assert {one.state_id for one in ledger.open_requests} == {"s/1", "s/2", "s/4"}
+        assert ledger.spent_usd == pytest.approx(0.014, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ((), "--older-than HOURS"),
+        (("abc", "--older-than", "1"), "and not both"),
+        (("abc",), "--usd is missing"),
+        (("", "--usd", "1"), "names 0 open calls"),
+        (("nothing", "--usd", "1"), "names 0 open calls"),
+        (("--older-than", "48", "--usd", "-1"), "-1"),
+    ],
+)
+def test_settling_what_makes_no_sense_changes_nothing(with_open_calls, words, says):
+    before = with_open_calls.read_bytes()
+    output, code = settled(with_open_calls, *words)
+    assert code and says in output
+    assert with_open_calls.read_bytes() == before

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -21,7 +21,7 @@ import typer
 
 if TYPE_CHECKING:
     from composer_nb.replay.account import Estimate
-    from composer_nb.replay.ledger import Ledger
+    from composer_nb.replay.ledger import Ledger, OpenRequest
     from composer_nb.replay.plan import Recorded, ReplayPlan
     from composer_nb.traces import TraceState
 
@@ -301,27 +301,45 @@ def status(plan: Annotated[Path, typer.Argument(help="YAML file of the replay")]
         _told(ledger)
 
 # %% ../../nbs/replay/51_command.ipynb #comma015b
+_OLDER = "hours; all calls open for longer, at their worst case without --usd; those in batches are left"
+
+
+def _chosen(calls: Sequence[OpenRequest], key: str | None, hours: float | None) -> list[OpenRequest]:
+    "The call of this key; or those outside batches that are known to be open for longer."
+    if hours is not None:
+        return [one for one in calls if one.at and not one.batch and time.time() - one.at > 3600 * hours]
+    found = [one for one in calls if one.key.startswith(key or " ")]
+    if not found or len({one.key for one in found}) > 1:
+        raise ValueError(f"{key!r} names {len(found)} open calls; `status` lists them")
+    return found[:1]
+
+
 @app.command()
 @_refuses
 def settle(
     ledger: Annotated[Path, typer.Argument(help="file of replies")],
-    key: Annotated[str, typer.Argument(help="of an open call, as status shows it")],
-    usd: Annotated[float, typer.Option(help="what it cost; 0 when it bought nothing")],
+    key: Annotated[str | None, typer.Argument(help="of an open call, as status shows it")] = None,
+    usd: Annotated[float | None, typer.Option(help="what it cost; 0 when it bought nothing")] = None,
+    older_than: Annotated[float | None, typer.Option(min=0.0, help=_OLDER)] = None,
     why: Annotated[str, typer.Option(help="kept with it")] = "settled by hand",
 ) -> None:
-    "End the reservation of a call that no reply has closed."
+    "End the reservation of a call that no reply has closed, or of all that are too old to come."
     from composer_nb.replay.ledger import Ledger
 
     if not ledger.exists():
         raise ValueError(f"{ledger}: no such file")
+    if (key is None) == (older_than is None):
+        raise ValueError("say which call: its KEY as `status` shows it, or --older-than HOURS, and not both")
+    if key is not None and usd is None:
+        raise ValueError("--usd is missing: what that call cost, 0 when it bought nothing")
     with Ledger(ledger) as opened:
-        found = [one for one in opened.open_requests if one.key.startswith(key)]
-        if not found or len({one.key for one in found}) > 1:
-            raise ValueError(f"{key!r} names {len(found)} open calls; `status` lists them")
-        opened.settle_sync(found[0], usd, why)
+        found = _chosen(opened.open_requests, key, older_than)
+        for one in found:
+            opened.settle_sync(one, one.reserved_usd if usd is None else usd, why)
+        typer.echo(f"{len(found)} settled")
         _told(opened)
 
-
+# %% ../../nbs/replay/51_command.ipynb #comma015c
 @app.command()
 @_refuses
 def repair(ledger: Annotated[Path, typer.Argument(help="file of replies")]) -> None:
