@@ -524,8 +524,8 @@ def with_open_calls(path: Path) -> Path:
     return path
 
 
-def settled(path: Path, *words: str) -> tuple[str, int]:
-    done = CliRunner().invoke(replay_command, ["settle", str(path), *words])
+def settled(path: Path, *words: str, by: str = "settle") -> tuple[str, int]:
+    done = CliRunner().invoke(replay_command, [by, str(path), *words])
     return done.output, done.exit_code
 
 
@@ -557,6 +557,7 @@ def test_one_call_is_settled_by_its_key(with_open_calls):
         (("", "--usd", "1"), "names 0 open calls"),
         (("nothing", "--usd", "1"), "names 0 open calls"),
         (("--older-than", "48", "--usd", "-1"), "-1"),
+        (("--older-than", "inf"), "a finite number"),
     ],
 )
 def test_settling_what_makes_no_sense_changes_nothing(with_open_calls, words, says):
@@ -564,3 +565,55 @@ def test_settling_what_makes_no_sense_changes_nothing(with_open_calls, words, sa
     output, code = settled(with_open_calls, *words)
     assert code and says in output
     assert with_open_calls.read_bytes() == before
+
+
+def test_an_amended_bill_counts_in_place_of_the_old_one(path):
+    with Ledger(path) as ledger:
+        ask(ledger, 0, cost=0.01)
+        ask(ledger, 1, cost=None)
+        assert ledger.paid_share("t") == (0.5, 1) and set(ledger.unbilled()) == {question(1).key}
+        assert ledger.booked_usd() == {question(0).key: 0.01, question(1).key: 0.02}
+        for usd in (0.5, 0.015):  # up, and down again
+            ledger.amend_sync(question(0).key, usd, "the invoice")
+            assert ledger.spent_usd == pytest.approx(usd + 0.02, abs=1e-12)
+        ledger.amend_sync(question(1).key, 0.001, "the invoice")
+    with Ledger(path) as again:
+        assert again.spent_usd == again.committed_usd == pytest.approx(0.016, abs=1e-12)
+        assert again.paid_share("t") == (0.75, 1) and not again.unbilled()
+        assert (
+            again.known(question(0).key).cost_usd == 0.015 and again.known(question(1).key).cost_usd == 0.001
+        )
+        assert again.known(question(0).key).action.text == "yes"
+
+
+def test_what_is_amended_is_the_last_attempt_that_was_closed(path):
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(), 0.02)
+        ledger.release_sync(question())
+        ledger.request_sync(question(), 0.02)
+        with pytest.raises(ValueError, match="no closed attempt"):
+            ledger.amend_sync(question(1).key, 0.1, "of a stranger")
+        ledger.amend_sync(question().key, 0.004, "it was billed after all")
+        assert (ledger.spent_usd, round(ledger.committed_usd, 12)) == (0.004, 0.024)
+        ledger.reply_sync(answer(question(), 0.01))
+        ledger.amend_sync(question().key, 0.03, "the invoice")
+        assert ledger.spent_usd == pytest.approx(0.034, abs=1e-12)
+    assert Ledger(path, offline=True).spent_usd == pytest.approx(0.034, abs=1e-12)
+
+
+def test_bills_are_amended_by_command(with_open_calls):
+    with Ledger(with_open_calls) as ledger:
+        ledger.reply_sync(answer(question(4), None))
+    shown = settled(with_open_calls, "--older-than", "48")[0]
+    assert f"{question(4).key[:16]} t: 0.0200 USD, without a bill" in shown
+    output, code = settled(with_open_calls, question(4).key[:12], "--usd", "0.007", by="amend")
+    assert code == 0 and "0.0200 USD before, 0.0070 now" in output and "without a bill" not in output
+    before = with_open_calls.read_bytes()
+    for words, says in (
+        ((question(2).key, "--usd", "1"), "names 0 closed calls"),
+        (("", "--usd", "1"), "names 0 closed calls"),
+        ((question(4).key, "--usd", "nan"), "nan"),
+        ((question(4).key, "--usd", "-1"), "-1"),
+    ):
+        output, code = settled(with_open_calls, *words, by="amend")
+        assert code and says in output and with_open_calls.read_bytes() == before

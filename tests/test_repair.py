@@ -17,7 +17,9 @@ def question(i: int) -> TeacherRequest:
 
 
 def written(path, draw: random.Random, count: int) -> dict[str, str]:
-    """A ledger of `count` questions, answered, released, settled or open; the text of each answer by key."""
+    """A ledger of `count` questions, answered, released, settled or open, some of them amended; the text of
+    each answer by key.
+    """
     answers = {}
     with Ledger(path) as ledger:
         for i in range(count):
@@ -33,6 +35,8 @@ def written(path, draw: random.Random, count: int) -> dict[str, str]:
                 ledger.release_sync(asked)
             elif how == "settle":
                 ledger.settle_sync(ledger.open_requests[-1], 0.003, "as billed")
+            if how != "open" and draw.random() < 0.3:
+                ledger.amend_sync(asked.key, draw.choice((0.0, 0.004)), "the invoice")
     return answers
 
 
@@ -99,6 +103,26 @@ def test_a_lost_reply_leaves_its_question_open(tmp_path):
     assert (done.damaged, done.held_usd) == (1, 0.0)
     with Ledger(path) as ledger:
         assert ledger.known(question(0).key) is None and ledger.committed_usd == 0.5
+
+
+@pytest.mark.parametrize("lost", [("reply",), ("request", "reply")])
+def test_an_amended_bill_outlives_the_lines_before_it(tmp_path, lost):
+    path = tmp_path / "replay.jsonl"
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(0), 0.5)
+        ledger.reply_sync(TeacherReply(question(0).key, "rule", Action("x"), cost_usd=0.1))
+        ledger.amend_sync(question(0).key, 0.3, "the invoice")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        b"".join(x for x in lines if not any(b'"kind":"%s"' % kind.encode() in x for kind in lost))
+    )
+    with pytest.raises(ValueError, match="is damaged .*not closed"):
+        Ledger(path)
+    done = repair_ledger(path)
+    assert (done.damaged, done.rebuilt) == (0, len(lost))
+    with Ledger(path) as ledger:
+        assert ledger.spent_usd == ledger.committed_usd == 0.3 and not ledger.open_requests
+    assert repair_ledger(path).rebuilt == 0
 
 
 def test_a_whole_ledger_is_left_alone_and_a_stranger_is_refused(tmp_path):

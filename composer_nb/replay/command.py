@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+import math
 import os
 import signal
 import time
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from composer_nb.traces import TraceState
 
 # %% auto #0
-__all__ = ['app', 'LEFT', 'IngestOptions', 'ingest', 'redact', 'estimate', 'run', 'status', 'settle', 'repair', 'view', 'pairs',
-           'export', 'push']
+__all__ = ['app', 'LEFT', 'IngestOptions', 'ingest', 'redact', 'estimate', 'run', 'status', 'settle', 'amend', 'repair', 'view',
+           'pairs', 'export', 'push']
 
 # %% ../../nbs/replay/51_command.ipynb #comma006
 app = typer.Typer(no_args_is_help=True, help="From a folder of agent sessions to preference pairs.")
@@ -271,6 +273,12 @@ def _told(ledger: Ledger) -> None:
     for one in ledger.open_requests:
         age = f"open for {_age(time.time() - one.at)}" if one.at else "open, of unknown age"
         typer.echo(f"{one.key[:16]} {one.teacher} {one.state_id}: {one.reserved_usd:.4f} USD, {age}")
+    booked, unbilled = ledger.booked_usd(), ledger.unbilled()
+    if unbilled:
+        held = math.fsum(booked[key] for key in unbilled)
+        typer.echo(f"{len(unbilled)} replies told no bill, {held:.4f} USD are booked; `amend` corrects one:")
+    for key, reply in itertools.islice(unbilled.items(), 20):
+        typer.echo(f"{key[:16]} {reply.teacher}: {booked[key]:.4f} USD, without a bill")
 
 
 def _ledger(plan: ReplayPlan) -> Ledger:
@@ -332,11 +340,36 @@ def settle(
         raise ValueError("say which call: its KEY as `status` shows it, or --older-than HOURS, and not both")
     if key is not None and usd is None:
         raise ValueError("--usd is missing: what that call cost, 0 when it bought nothing")
+    if older_than is not None and not math.isfinite(older_than):
+        raise ValueError(f"--older-than {older_than}: hours, a finite number")
     with Ledger(ledger) as opened:
         found = _chosen(opened.open_requests, key, older_than)
         for one in found:
             opened.settle_sync(one, one.reserved_usd if usd is None else usd, why)
         typer.echo(f"{len(found)} settled")
+        _told(opened)
+
+# %% ../../nbs/replay/51_command.ipynb #comma015d
+@app.command()
+@_refuses
+def amend(
+    ledger: Annotated[Path, typer.Argument(help="file of replies")],
+    key: Annotated[str, typer.Argument(help="of a closed call; `status` shows those without a bill")],
+    usd: Annotated[float, typer.Option(help="what it cost by the vendor's bill")],
+    why: Annotated[str, typer.Option(help="kept with it")] = "amended by hand",
+) -> None:
+    "Correct what a closed call is booked at; the ledger keeps both amounts."
+    from composer_nb.replay.ledger import Ledger
+
+    if not ledger.exists():
+        raise ValueError(f"{ledger}: no such file")
+    with Ledger(ledger) as opened:
+        booked = opened.booked_usd()
+        found = [known for known in booked if key and known.startswith(key)]
+        if len(found) != 1:
+            raise ValueError(f"{key!r} names {len(found)} closed calls; an open one is settled")
+        opened.amend_sync(found[0], usd, why)
+        typer.echo(f"{found[0][:16]}: {booked[found[0]]:.4f} USD before, {usd:.4f} now")
         _told(opened)
 
 # %% ../../nbs/replay/51_command.ipynb #comma015c

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .append_file import Item, LedgerInUse, _File, _split, _whole, _Writer, decode_line
+from .bills import Bills, Booked
 from .budget import _PICO, _pico
 from .protocol import TeacherReply, TeacherRequest
 from .received import Attempt, attempt_record, record_attempt
@@ -98,15 +99,14 @@ class _Open:
         return request
 
 # %% ../../nbs/replay/10_ledger.ipynb #c012-e3465f
-class _Books(_Open):
+class _Books(_Open, Bills):
     "What a ledger's lines add up to, one record at a time."
 
     def __init__(self) -> None:
         self.replies: dict[str, TeacherReply] = {}
-        super().__init__()
-        self.attempts: Counter[str] = Counter()
-        self.spent = self.reserved = 0
-        self.rates: dict[str, tuple[int, int, int]] = {}
+        _Open.__init__(self)
+        Bills.__init__(self)
+        self.attempts, self.reserved = Counter[str](), 0
         self.asked: dict[str | None, set[str]] = {}  # question: its keys that tell an endpoint
 
     def apply(self, record: Mapping[str, Any]) -> None:
@@ -122,22 +122,22 @@ class _Books(_Open):
             self.came(record)
         elif record["kind"] in ("reply", "release", "settle"):
             self._close(record)
-        else:
+        elif record["kind"] == "amend" and self.amend(record).replied:
+            self.replies[record["key"]] = replace(self.replies[record["key"]], cost_usd=record["usd"])
+        elif record["kind"] != "amend":
             raise ValueError(f"a record of kind {record['kind']!r} is not known to this version")
 
     def _close(self, record: Mapping[str, Any]) -> None:
         reply = TeacherReply.from_record(record["reply"]) if record["kind"] == "reply" else None
         request = self.close_one(record, reply)
-        held = _pico(request.reserved_usd, "a reservation")
-        self.reserved -= held
-        if reply is None:
-            self.spent += _pico(record["usd"], "a bill") if record["kind"] == "settle" else 0
-            return
-        self.replies[request.key] = reply
-        self.spent += (paid := held if reply.cost_usd is None else _pico(reply.cost_usd, "a bill"))
-        if reply.outcome == "ok" and reply.cost_usd is not None and held:
-            old = self.rates.get(request.teacher, (0, 0, 0))
-            self.rates[request.teacher] = (old[0] + paid, old[1] + held, old[2] + 1)
+        if reply is not None:
+            self.replies[request.key] = reply
+        usd = reply.cost_usd if reply else record.get("usd", 0.0)
+        self.reserved -= (held := _pico(request.reserved_usd, "a reservation"))
+        told = reply is not None and usd is not None and held and reply.outcome == "ok"
+        amount = held if usd is None else _pico(usd, "a bill")
+        mine = Booked(amount, request.teacher if told else "", reply is not None)
+        self.book((request.key, request.attempt), mine, held)
 
 # %% ../../nbs/replay/10_ledger.ipynb #c015-0b9bf7
 class NotRecorded(LookupError):
@@ -174,13 +174,31 @@ def _check_room(file: _File | None) -> None:
         raise OSError(errno.ENOSPC, told, str(file.path))
 
 # %% ../../nbs/replay/10_ledger.ipynb #c022-e89580
-class _Desk:
-    "Turns requests, replies and releases into records that the books can follow, for the writer."
+class _Queue:
+    "Records on their way to the file, and into the books once they are there."
 
     def __init__(self, books: _Books, file: _File | None) -> None:
         self.books, self.lock, self.shut = books, threading.Lock(), ""
         self.writer = _Writer(file, self._settle)
         self._closing: set[tuple[str, int]] = set()
+
+    def _put(self, record: Mapping[str, Any]) -> Future:
+        if self.shut:
+            raise ValueError(self.shut)
+        return self.writer.put(record)
+
+    def _settle(self, batch: list[Item], error: OSError | None) -> None:
+        "Count what is on disk and let the callers go on, or tell them why nothing was written."
+        with self.lock:
+            for record, _, _ in batch:
+                self.books.apply(record) if error is None else None
+                self._closing.discard((record["key"], record["attempt"]))
+        for record, _, future in batch:
+            future.set_exception(error) if error else future.set_result(record["attempt"])
+
+# %% ../../nbs/replay/10_ledger.ipynb #c022-desk
+class _Desk(_Queue):
+    "Turns requests, replies and releases into records that the books can follow, for the writer."
 
     def open(self, request: TeacherRequest, reserved_usd: float, state_id: str, batch: str = "") -> Future:
         key, facts = request.key, _facts(request, state_id) | ({"batch": batch} if batch else {})
@@ -200,19 +218,9 @@ class _Desk:
             self._closing.add((key, attempt))
             return future
 
-    def _put(self, record: Mapping[str, Any]) -> Future:
-        if self.shut:
-            raise ValueError(self.shut)
-        return self.writer.put(record)
-
-    def _settle(self, batch: list[Item], error: OSError | None) -> None:
-        "Count what is on disk and let the callers go on, or tell them why nothing was written."
+    def amend(self, key: str, **rest: Any) -> Future:
         with self.lock:
-            for record, _, _ in batch:
-                self.books.apply(record) if error is None else None
-                self._closing.discard((record["key"], record["attempt"]))
-        for record, _, future in batch:
-            future.set_exception(error) if error else future.set_result(record["attempt"])
+            return self._put({"kind": "amend", "key": key, "attempt": self.books.last_closed(key), **rest})
 
 # %% ../../nbs/replay/10_ledger.ipynb #c024-answers
 class _Answers:
@@ -244,22 +252,12 @@ class _Answers:
             raise _not_recorded(self.path, request, state_id)
         return reply
 
-# %% ../../nbs/replay/10_ledger.ipynb #c024-fa50cd
-class Recording(_Answers):
-    "What the lines of a ledger say: replies, open requests, amounts in USD."
+# %% ../../nbs/replay/10_ledger.ipynb #c024-amounts
+class _Amounts:
+    "What the lines of a ledger add up to, in USD."
 
+    _books: _Books
     _desk: _Desk
-
-    @property
-    def open_requests(self) -> tuple[OpenRequest, ...]:
-        "Requests without a reply."
-        with self._desk.lock:
-            return tuple(self._books.open.values())
-
-    @property
-    def in_batches(self) -> frozenset[str]:
-        "Keys of the requests that are open in a batch: asked live now, they would be paid twice."
-        return frozenset(one.key for one in self.open_requests if one.batch)
 
     @property
     def spent_usd(self) -> float:
@@ -275,6 +273,34 @@ class Recording(_Answers):
         "Bills over reservations of this teacher's answers, and of how many; None without any."
         paid, held, count = self._books.rates.get(teacher, (0, 0, 0))
         return (paid / held, count) if count else None
+
+    def booked_usd(self) -> dict[str, float]:
+        "What the last closed attempt of each key counts as."
+        with self._desk.lock:
+            last = dict(sorted(self._books.booked))
+            return {key: self._books.booked[key, attempt].amount / _PICO for key, attempt in last.items()}
+
+    def unbilled(self) -> dict[str, TeacherReply]:
+        "Replies that told no bill and count with their worst case, by key; an amended one has a bill."
+        with self._desk.lock:
+            return {key: reply for key, reply in self._books.replies.items() if reply.cost_usd is None}
+
+# %% ../../nbs/replay/10_ledger.ipynb #c024-fa50cd
+class Recording(_Answers, _Amounts):
+    "What the lines of a ledger say: replies, open requests, amounts in USD."
+
+    _desk: _Desk
+
+    @property
+    def open_requests(self) -> tuple[OpenRequest, ...]:
+        "Requests without a reply."
+        with self._desk.lock:
+            return tuple(self._books.open.values())
+
+    @property
+    def in_batches(self) -> frozenset[str]:
+        "Keys of the requests that are open in a batch: asked live now, they would be paid twice."
+        return frozenset(one.key for one in self.open_requests if one.batch)
 
     def __len__(self) -> int:
         return len(self._books.replies)
@@ -310,14 +336,28 @@ class _Writes:
     def release_sync(self, request: TeacherRequest, attempt: int | None = None, reason: str = "") -> None:
         self._desk.close("release", request.key, attempt, reason=reason).result()
 
+    def _put_reply(self, reply: TeacherReply, attempt: int | None) -> Future:
+        record = replace(reply, cost_usd=bill_of(reply)).to_record()
+        return self._desk.close("reply", reply.key, attempt, reply=record)
+
+# %% ../../nbs/replay/10_ledger.ipynb #c025-corrects
+class _Corrects:
+    "What the vendor's bill says and no reply told."
+
+    _desk: _Desk
+
     def settle_sync(self, request: OpenRequest, usd: float, reason: str) -> None:
         "Write what an open attempt cost without a reply; ValueError unless `usd` is finite and not negative."
         _pico(usd, "a bill")
         self._desk.close("settle", request.key, request.attempt, usd=float(usd), reason=reason).result()
 
-    def _put_reply(self, reply: TeacherReply, attempt: int | None) -> Future:
-        record = replace(reply, cost_usd=bill_of(reply)).to_record()
-        return self._desk.close("reply", reply.key, attempt, reply=record)
+    def amend_sync(self, key: str, usd: float, reason: str) -> None:
+        """Write what the last closed attempt of a key did cost, in place of what it is booked at.
+
+        Raises ValueError unless `usd` is finite and not negative, and where no attempt of this key is closed.
+        """
+        _pico(usd, "a bill")
+        self._desk.amend(key, usd=float(usd), reason=reason).result()
 
 # %% ../../nbs/replay/10_ledger.ipynb #c025-bytes
 ROOM = 1 << 18  # bytes of the disk held for what one call in flight may bring
@@ -393,7 +433,7 @@ def _loaded(books: _Books, path: Path | None, offline: bool) -> _File | None:
     return file
 
 # %% ../../nbs/replay/10_ledger.ipynb #c027-53b4c5
-class Ledger(Recording, _Writes, _Bytes):
+class Ledger(Recording, _Writes, _Corrects, _Bytes):
     """Requests and replies on disk, written before they are used.
 
     `path` None keeps them in memory: replays refuse it for teachers that cost money. `offline` reads an

@@ -58,6 +58,8 @@ def _rebuilt(records: list[dict[str, Any]], largest: float) -> Iterator[tuple[di
     "The records, with a request before each that lacks its own; whether a record is new."
     books = _Books()
     for record in records:
+        lost = record["kind"] == "amend" and (record["key"], record["attempt"]) not in books.booked
+        record = record | {"kind": "settle"} if lost else record  # the line that closed this attempt is gone
         of_request = record["kind"] in ("received", "reply", "release", "settle")
         if of_request and (record["key"], record["attempt"]) not in books.open:
             reply = record.get("reply", {})
@@ -68,7 +70,7 @@ def _rebuilt(records: list[dict[str, Any]], largest: float) -> Iterator[tuple[di
             books.apply(request)
             yield request, True
         books.apply(record)
-        yield record, False
+        yield record, lost
 
 
 def _request(key: str, attempt: int, teacher: str, usd: float) -> dict[str, Any]:
