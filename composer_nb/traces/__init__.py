@@ -44,6 +44,7 @@ from composer_nb.traces.state import (
     tool_call,
     vendor_of,
 )
+from composer_nb.traces.result_text import failure_in, with_result_failures
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "builtin_tools",
     "content_text",
     "decode_line",
+    "failure_in",
     "file_format",
     "ingest",
     "load_states",
@@ -95,5 +97,6 @@ __all__ = [
     "state_record",
     "tool_call",
     "vendor_of",
+    "with_result_failures",
     "with_tools",
 ]
