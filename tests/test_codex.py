@@ -67,7 +67,10 @@ def test_parallel_calls_are_one_turn_and_a_message_ends_it(tmp_path):
         "assistant",
         "user",
     ]
-    assert states[0].metadata == {"session": "s1", "version": "1"} and states[0].source == "rollout.jsonl:3"
+    assert {k: v for k, v in states[0].metadata.items() if k != "turn"} == {
+        "session": "s1",
+        "version": "1",
+    } and states[0].source == "rollout.jsonl:3"
 
 
 def test_every_context_is_one_that_a_vendor_takes(tmp_path):
@@ -416,3 +419,66 @@ def test_half_a_character_in_arguments_ends_nothing(tmp_path):
     assert states[0].student_action.tool_calls[0].arguments == {"cmd": "\ufffd", "b": "\U0001f600"}
     save_states(states, tmp_path / "states.jsonl")
     assert list(load_states(tmp_path / "states.jsonl"))[0].student_action == states[0].student_action
+
+
+def folder_of(tmp_path, **sessions):
+    for name, records in sessions.items():
+        (tmp_path / f"rollout-{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    reader = CodexIngester()
+    return list(reader.ingest(tmp_path)), reader.report.skipped["turn of a resumed copy"]
+
+
+def meta(id, parent=None):
+    more = {"forked_from_id": parent} if parent else {}
+    return {"type": "session_meta", "payload": {"id": id, **more}}
+
+
+TALK = [meta("s1"), said("user", "go"), said("assistant", "yes?"), said("user", "list"), call("a"),
+        result("a"), said("assistant", "done"), said("user", "and?"),
+        said("assistant", "that is all")]  # fmt: skip
+
+
+def test_a_forks_copied_turns_come_once_with_or_without_calls(tmp_path):
+    mine = [said("user", "more"), call("b"), result("b"), said("assistant", "end")]
+    states, copies = folder_of(tmp_path, **{"1": TALK, "2": [meta("s2", "s1"), *TALK, *mine]})
+    assert copies == 4 and len(states) == 6
+    assert [s.metadata.get("session") for s in states] == ["s1"] * 4 + ["s2"] * 2
+    assert states[-1].metadata["forked_from"] == "s1" and "forked_from" not in states[0].metadata
+
+
+def test_a_fork_alone_has_all_its_turns_and_its_own_session(tmp_path):
+    states, copies = folder_of(tmp_path, **{"2": [meta("s2", "s1"), *TALK]})
+    assert not copies and len(states) == 4 and {s.metadata["session"] for s in states} == {"s2"}
+
+
+def test_a_fork_of_a_fork_and_one_that_began_earlier(tmp_path):
+    second = [meta("s2", "s1"), *TALK, said("user", "x"), said("assistant", "X")]
+    third = [meta("s3", "s2"), *second, said("user", "y"), said("assistant", "Y")]
+    early = [meta("s4", "s1"), *TALK[:3], said("user", "other"), call("c"), result("c")]
+    states, copies = folder_of(tmp_path, **{"1": TALK, "2": second, "3": third, "4": early})
+    assert copies == 4 + 5 + 1 and len(states) == 4 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize("change", ["question", "answer", "call", "session"])
+def test_a_turn_is_a_copy_by_its_call_its_question_and_its_answer(tmp_path, change):
+    other = json.loads(json.dumps(TALK))
+    if change == "question":  # the ids of calls may be few, as a server of one's own gives them
+        other[3]["payload"]["content"][0]["text"] = other[1]["payload"]["content"][0]["text"] = "look"
+        other[7]["payload"]["content"][0]["text"] = "so?"
+        other[5]["payload"]["output"] = "nothing"
+    elif change == "answer":
+        for place in (2, 6, 8):
+            other[place]["payload"]["content"][0]["text"] += "!"
+        other[4]["payload"]["arguments"] = '{"command": ["ls", "-a"]}'
+    elif change == "call":
+        other[4]["payload"]["call_id"] = other[5]["payload"]["call_id"] = "z"
+    other[0] = meta("s9")
+    states, copies = folder_of(tmp_path, **{"1": TALK, "2": other})
+    alike = {"question": 0, "answer": 0, "call": 0, "session": 3}[change]
+    assert copies == alike and len(states) == 8 - alike
+
+
+def test_what_nothing_names_is_no_copy(tmp_path):
+    bare = [said("user", "go"), said("assistant", "yes?"), said("user", "go"), said("assistant", "yes?")]
+    states, copies = folder_of(tmp_path, **{"1": bare, "2": bare})
+    assert not copies and len(states) == 4

@@ -1,6 +1,8 @@
 """Tools in every state: what is documented, what calls show, and which calls fit."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from composer_nb.replay.pairs import consensus_table, extract_dpo_pairs
 from composer_nb.traces import Action, ToolCall, TraceState
 from composer_nb.traces.tools import builtin_tools, json_type, misfits, name_of, seen_tools, with_tools
 
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "composer_nb/traces/claude_code_tools.json"
 ASK = [{"role": "user", "content": "Go."}]
 
 
@@ -240,3 +244,120 @@ def test_two_that_only_talk_do_not_beat_a_call_unless_asked_for() -> None:
 def test_an_option_that_votes_do_not_have_is_refused() -> None:
     with pytest.raises(TypeError, match="judges"):
         extract_dpo_pairs([state(call("x"))], {}, judges=None)
+
+
+# --- tools by version ---------------------------------------------------------------------------------
+
+
+def offered(version):
+    return {name_of(tool): tool["function"]["parameters"] for tool in builtin_tools("claude-code", version)}
+
+
+def test_a_tool_stands_once_in_every_release_that_was_read_and_between_them() -> None:
+    known = json.loads(DATA.read_text())
+    releases = [tuple(map(int, one.split("."))) for one in known["releases"]]
+    assert releases == sorted(set(releases)) and len(releases) > 10
+    between = [".".join(map(str, (*one[:2], one[2] + 1))) for one in releases]
+    for version in [*known["releases"], *between, "0.2.1", "99.0.0", ""]:
+        names = [name_of(tool) for tool in builtin_tools("claude-code", version)]
+        assert len(names) == len(set(names)) >= 14, version
+        assert {"Bash", "Read", "Write", "Edit", "Glob", "Grep"} <= set(names)
+    for tool in known["tools"]:
+        since, until = (tuple(map(int, tool.get(end, "99.0.0").split("."))) for end in ("since", "until"))
+        assert since < until and set(tool) <= {"since", "until", "type", "function"}
+
+
+@pytest.mark.parametrize(
+    "version, has, lacks",
+    [
+        ("0.2.99", {"MultiEdit", "LS", "NotebookRead"}, {"TaskOutput"}),  # older than the first: as the first
+        ("1.0.88", {"MultiEdit", "LS", "Task"}, {"NotebookRead", "Agent"}),
+        ("2.0.0", {"MultiEdit"}, set()),  # between two that were read: the older one's
+        ("2.0.1", {"BashOutput", "Task"}, {"MultiEdit", "LS"}),
+        ("2.1.62", {"Task", "TaskStop"}, {"Agent", "KillShell"}),
+        ("2.1.63", {"Agent"}, {"Task"}),
+        ("2.1.332-beta.1", {"Agent", "TaskCreate"}, {"TaskOutput"}),
+        ("", {"Agent", "TaskCreate"}, {"TaskOutput", "Task", "MultiEdit"}),
+    ],
+)
+def test_tools_come_and_go_with_the_version(version, has, lacks) -> None:
+    assert has <= set(offered(version)) and not lacks & set(offered(version))
+
+
+def test_an_argument_that_changed_its_name() -> None:
+    assert "shell_id" in offered("1.0.60")["BashOutput"]["required"]
+    assert offered("1.0.88")["BashOutput"]["required"] == ["bash_id"]
+    assert "sandbox" in offered("1.0.88")["Bash"]["properties"]
+    assert "sandbox" not in offered("2.0.1")["Bash"]["properties"]
+
+
+@pytest.mark.parametrize("version", ["two", "2.1", "v2.1.0", " 2.1.0", "2..1"])
+def test_a_version_that_is_not_three_numbers_is_refused_by_its_name(version) -> None:
+    with pytest.raises(ValueError, match="is not three numbers, as in 2"):
+        builtin_tools("claude-code", version)
+
+
+def test_each_session_gets_the_tools_of_its_own_version() -> None:
+    def of(place, version):
+        return state(call("Read", file_path="a"), place, metadata={"version": version})
+
+    versions = {"a": "1.0.88", "b": "2.1.100", "c": "", "d": "unknown", "e": None}
+    states = [of(f"{name}.jsonl:{n}", version) for name, version in versions.items() for n in (1, 2)]
+    found = {one.source[0]: set(map(name_of, one.tools)) for one in with_tools(states, agent="claude-code")}
+    assert found["a"] == set(offered("1.0.88")) and found["b"] == set(offered("2.1.100"))
+    assert found["c"] == found["d"] == found["e"] == set(offered(""))
+
+
+def test_what_a_user_gives_comes_before_what_a_version_has() -> None:
+    mine = {"type": "function", "function": {"name": "Bash", "description": "mine", "parameters": {}}}
+    one = next(
+        with_tools([state(call("Bash"), metadata={"version": "2.0.1"})], tools=[mine], agent="claude-code")
+    )
+    assert one.tools[0] is mine and [name_of(tool) for tool in one.tools].count("Bash") == 1
+
+
+TYPES = """
+/** ours */
+export interface BashInput {
+  /**
+   * a command; with; semicolons: and {braces}
+   */
+  command: string;
+  kind?: "a" | "b";
+  level: 1 | 2;
+  maybe: string | number;
+  deep: {
+    [k: string]: unknown;
+  };
+  rows:
+    | [{ one: string; two?: boolean }]
+    | [{ one: string; two?: boolean }, { one: string; two?: boolean }];
+  names?: string[];
+  pairs: [{ x: number }, ...{ x: number }[]];
+  any: unknown;
+  block: boolean;
+}
+export interface SomethingElseInput {}
+export interface TaskListInput {}
+"""
+
+
+def test_types_of_a_release_become_json_schema(tmp_path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts/agent_tools.py"))
+    found = dict(script["shapes"](TYPES))
+    assert set(found) == {"Bash", "TaskList"} and found["TaskList"]["properties"] == {}
+    of = found["Bash"]["properties"]
+    assert of["command"] == {"type": "string"} and of["kind"] == {"type": "string", "enum": ["a", "b"]}
+    assert of["level"] == {"type": "number", "enum": [1, 2]} and of["maybe"] == {"type": ["string", "number"]}
+    assert of["rows"]["items"]["required"] == ["one"] and of["names"]["items"] == {"type": "string"}
+    assert of["pairs"]["items"]["properties"] == {"x": {"type": "number"}} and of["any"] == {}
+    assert found["Bash"]["required"] == ["command", "level", "maybe", "deep", "rows", "pairs", "any"]
+    for version, text in {"1.0.9": TYPES, "1.0.10": TYPES.replace("TaskListInput", "Gone")}.items():
+        place = tmp_path / version / "package" / "sdk-tools.d.ts"
+        place.parent.mkdir(parents=True)
+        place.write_text(text)
+    listed = script["ranges"](tmp_path)
+    assert [(one["name"], one["since"], one.get("until")) for one in listed] == [
+        ("TaskList", "1.0.9", "1.0.10"), ("Bash", "1.0.9", None)]  # fmt: skip
+    with pytest.raises(ValueError, match="stands where"):
+        dict(script["shapes"]("export interface BashInput {\n  command string;\n}"))

@@ -76,7 +76,7 @@ class IngestOptions:
 
     format: Annotated[str, typer.Option(help="auto, or the name of a format")] = "auto"
     sidechains: Annotated[bool, typer.Option(help="also what sub-agents did")] = False
-    agent: Annotated[str, typer.Option(help="whose documented tools are offered: claude-code")] = ""
+    agent: Annotated[str, typer.Option(help="whose tools, of each session's version: claude-code")] = ""
     tools: Annotated[Path | None, typer.Option(help="JSON list of function schemas to offer")] = None
     system: Annotated[Path | None, typer.Option(help="text of a system message for states without")] = None
     infer: Annotated[bool, typer.Option(help="offer tools as their calls show them")] = True

@@ -5,6 +5,7 @@
 # %% ../../nbs/data/09_codex.ipynb #codex003
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -86,6 +87,8 @@ class CodexLog(Conversation):
 
     exit_codes: bool = False
     summaries: set[str] = field(default_factory=set)
+    named: str = ""  # by what the file last named: a session, or a call
+    since: int = 0  # turns that ended without a name of their own
 
     def states(self) -> Iterator[TraceState]:
         bad = 0
@@ -99,6 +102,11 @@ class CodexLog(Conversation):
         self.finish()
         yield from self.taken()
 
+    def finish(self, *, last: bool = False) -> None:
+        if self.turn is not None:
+            self.facts["turn"] = _name_of(self, self.turn)
+        super().finish(last=last)
+
     def read(self, line: int, record: Mapping[str, Any]) -> None:
         kind, payload = text_or(record.get("type")), record.get("payload")
         self.source.report.types[kind or "(no type)"] += 1
@@ -109,6 +117,19 @@ class CodexLog(Conversation):
         elif "record_type" not in record and "instructions" not in record:
             self.source.report.unknown[kind or "(no type)"] += 1
 
+# %% ../../nbs/data/09_codex.ipynb #codex011b
+def _name_of(log: CodexLog, turn: OpenTurn) -> str:
+    """What a turn is called in every copy of its session: the call or session last named, turns since then, and
+    a digest of what it answers and does. Empty where nothing has a name yet.
+    """
+    call = next(iter(turn.calls), "")
+    if call and not re.fullmatch(r"call(_\d+)?", call):  # which stand for an id that is missing
+        log.named, log.since = call, 0
+    log.since += 1
+    did = [[one.name, one.arguments] for one in turn.calls.values()]
+    told = json.dumps([turn.before.last, turn.texts, did], default=str).encode("utf-8", "surrogatepass")
+    return f"{log.named}+{log.since}:{hashlib.sha256(told).hexdigest()[:16]}" if log.named else ""
+
 # %% ../../nbs/data/09_codex.ipynb #codex012
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 ITEMS = frozenset("message reasoning function_call custom_tool_call local_shell_call".split()).union(OUTPUTS)
@@ -117,8 +138,11 @@ RECORDS = frozenset("session_meta turn_context event_msg response_item compacted
 # %% ../../nbs/data/09_codex.ipynb #codex013
 def _meta(log: CodexLog, line: int, payload: Mapping[str, Any]) -> None:
     "The session: its id, and the system message that every turn had."
-    names = {"session": "id", "version": "cli_version"}
-    log.facts |= {name: text_or(payload.get(key)) for name, key in names.items()}
+    names = {"session": "id", "version": "cli_version", "forked_from": "forked_from_id"}
+    told = {name: text for name, key in names.items() if (text := text_or(payload.get(key)))}
+    if "session" not in log.facts:  # behind a fork's own record stands the one of the session it copies
+        log.facts |= told
+    log.named, log.since = told.get("session", log.named), 0
     log.facts |= {"folder": folder} if (folder := text_or(payload.get("cwd"))) else {}
     base = payload.get("base_instructions")
     text = text_or(base.get("text")) if isinstance(base, Mapping) else text_or(base)
@@ -259,6 +283,8 @@ class CodexIngester(ExitCodeIngester, format="codex"):
     `exit_codes`: a shell call that did not exit with 0 is an error site of kind `exit_code`. Without it only
     results that are marked as failures are.
     """
+
+    turn_fact = "turn"
 
     @classmethod
     def recognises(cls, record: Mapping[str, Any]) -> bool:

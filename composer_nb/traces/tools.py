@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -24,20 +25,40 @@ __all__ = ['Schema', 'Agent', 'builtin_tools', 'name_of', 'json_type', 'SeenTool
            'misfits']
 
 # %% ../../nbs/data/09_tools.ipynb #tools005
+_RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})")
+
+
 @cache
 def _documented(agent: Agent) -> dict[str, Any]:
     name = f"{agent.replace('-', '_')}_tools.json"
     return json.loads(files("composer_nb.traces").joinpath(name).read_text(encoding="utf-8"))
 
 
-def builtin_tools(agent: Agent) -> list[Schema]:
-    """Function schemas of an agent's built-in tools, from its documentation, in our own words.
+def _release(name: str) -> tuple[int, ...]:
+    "A release as numbers; none for what is not three of them."
+    found = _RELEASE.match(name)
+    return tuple(map(int, found.groups())) if found else ()
 
-    Raises ValueError for an agent whose tools are not known here.
+
+def builtin_tools(agent: Agent, version: str = "") -> list[Schema]:
+    """Function schemas of an agent's built-in tools: names and types from its releases, in our own words.
+
+    `version`: of the agent, such as `"2.0.76"`; those of the last release that was read and is not newer, or
+    of the first that was read. Empty: of the newest. Raises ValueError for an agent whose tools are not known
+    here, and for a version that is not three numbers.
     """
     if agent not in get_args(Agent):
         raise ValueError(f"no tools are known of agent={agent!r}; known: {', '.join(get_args(Agent))}")
-    return list(_documented(agent)["tools"])
+    known, asked = _documented(agent), _release(version)
+    if version and not asked:
+        raise ValueError(f"version={version!r} is not three numbers, as in {known['releases'][-1]}")
+    first, last = (_release(known["releases"][place]) for place in (0, -1))
+    at = max(asked, first) if asked else last
+    return [
+        {key: value for key, value in tool.items() if key not in ("since", "until")}
+        for tool in known["tools"]
+        if _release(tool["since"]) <= at and not ("until" in tool and _release(tool["until"]) <= at)
+    ]
 
 
 def name_of(schema: Schema) -> str:
@@ -112,31 +133,49 @@ def with_tools(
 ) -> Iterator[TraceState]:
     """The states with tools on offer; those that have some keep them.
 
-    `tools`: your own schemas; `agent`: whose built-in ones are added; `infer`: whether names that are in
-    neither get what their calls show, over the states of one file, which are held together until it ends.
+    `tools`: your own schemas; `agent`: whose built-in ones are added, as the version has them that a session
+    names (`metadata["version"]`), or the newest; `infer`: whether names that are in neither get what their
+    calls show, over the states of one file, which are held together until it ends.
     `system`: a system message for states without one. Raises ValueError for an unknown agent and for schemas
     that name no function, or one name twice.
     """
     given = list(tools)
     if twice := [name for name, count in Counter(map(name_of, given)).items() if count > 1]:
         raise ValueError(f"tools has more than one schema of {', '.join(twice)}")
-    named = set(map(name_of, given))
-    given += [tool for tool in (builtin_tools(agent) if agent else ()) if name_of(tool) not in named]
-    return _equipped(states, given, infer, system)
+    known = partial(builtin_tools, agent) if agent else None
+    if known:
+        known()  # an agent that is not known is refused here, and not at the first state
+    return _equipped(states, given, known, infer, system)
 
 # %% ../../nbs/data/09_tools.ipynb #tools018
 def _equipped(
-    states: Iterable[TraceState], given: list[Schema], infer: bool, system: str
+    states: Iterable[TraceState],
+    own: list[Schema],
+    known: Callable[[str], list[Schema]] | None,
+    infer: bool,
+    system: str,
 ) -> Iterator[TraceState]:
-    named = set(map(name_of, given))
     for _, session in groupby(states, key=session_of):
         held = list(session)
+        given = [*own, *(_besides(own, known(_version(held))) if known else ())]
+        named = set(map(name_of, given))
         seen = seen_tools(s.student_action for s in held if not s.tools) if infer else {}
         shown = {name: tool.schema(name) for name, tool in seen.items() if name not in named}
         for state in held:
             yield _with_system(_offered(state, given, shown), system)
 
 
+def _besides(own: list[Schema], more: list[Schema]) -> list[Schema]:
+    named = set(map(name_of, own))
+    return [tool for tool in more if name_of(tool) not in named]
+
+
+def _version(session: list[TraceState]) -> str:
+    "The agent's version as the first state names it; empty where it names none that can be read."
+    told = session[0].metadata.get("version")
+    return told if isinstance(told, str) and _release(told) else ""
+
+# %% ../../nbs/data/09_tools.ipynb #tools018b
 def _offered(state: TraceState, given: list[Schema], shown: Mapping[str, Schema]) -> TraceState:
     if state.tools or not (given or shown):
         return state
