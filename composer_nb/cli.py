@@ -14,7 +14,7 @@ import typer
 
 from . import __version__
 from .diloco.command import app as diloco
-from .replay.batch_command import app as replay
+from .replay.book_command import app as replay
 from .wheelhouse import EXTRAS, collect, fetch_source, find_source
 
 if TYPE_CHECKING:

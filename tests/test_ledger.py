@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from composer_nb.replay.append_file import decode_line, encode_line
+from composer_nb.replay.asking import was_busy
+from composer_nb.replay.book_command import app as replay_command
 from composer_nb.replay.budget import Budget
-from composer_nb.replay.command import app as replay_command
 from composer_nb.replay.ledger import Ledger, LedgerInUse, NotRecorded
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest
+from composer_nb.replay.received import Attempt
 from composer_nb.traces import Action, ToolCall
 
 
@@ -557,6 +559,7 @@ def test_one_call_is_settled_by_its_key(with_open_calls):
         (("", "--usd", "1"), "names 0 open calls"),
         (("nothing", "--usd", "1"), "names 0 open calls"),
         (("--older-than", "48", "--usd", "-1"), "-1"),
+        (("--older-than", "1e6", "--usd", "nan"), "nan"),
         (("--older-than", "inf"), "a finite number"),
     ],
 )
@@ -571,10 +574,10 @@ def test_an_amended_bill_counts_in_place_of_the_old_one(path):
     with Ledger(path) as ledger:
         ask(ledger, 0, cost=0.01)
         ask(ledger, 1, cost=None)
-        assert ledger.paid_share("t") == (0.5, 1) and set(ledger.unbilled()) == {question(1).key}
-        assert ledger.booked_usd() == {question(0).key: 0.01, question(1).key: 0.02}
+        assert ledger.paid_share("t") == (0.5, 1) and ledger.unbilled() == {(question(1).key, 1): 0.02}
+        assert ledger.booked_usd() == {(question(0).key, 1): 0.01, (question(1).key, 1): 0.02}
         for usd in (0.5, 0.015):  # up, and down again
-            ledger.amend_sync(question(0).key, usd, "the invoice")
+            assert ledger.amend_sync(question(0).key, usd, "the invoice") == 1
             assert ledger.spent_usd == pytest.approx(usd + 0.02, abs=1e-12)
         ledger.amend_sync(question(1).key, 0.001, "the invoice")
     with Ledger(path) as again:
@@ -586,26 +589,113 @@ def test_an_amended_bill_counts_in_place_of_the_old_one(path):
         assert again.known(question(0).key).action.text == "yes"
 
 
-def test_what_is_amended_is_the_last_attempt_that_was_closed(path):
+def skipped(reason, cost):
+    return TeacherReply(question().key, "t", None, "skipped", reason, cost_usd=cost)
+
+
+def test_an_invoice_is_about_the_attempt_that_may_be_meant(path):
+    key = question().key
     with Ledger(path) as ledger:
         ledger.request_sync(question(), 0.02)
+        with pytest.raises(ValueError, match="no closed attempt: settle an open one"):
+            ledger.amend_sync(key, 0.1, "too early")
         ledger.release_sync(question())
+        assert ledger.amend_sync(key, 0.004, "it was billed after all") == 1  # the only one that is closed
         ledger.request_sync(question(), 0.02)
-        with pytest.raises(ValueError, match="no closed attempt"):
-            ledger.amend_sync(question(1).key, 0.1, "of a stranger")
-        ledger.amend_sync(question().key, 0.004, "it was billed after all")
-        assert (ledger.spent_usd, round(ledger.committed_usd, 12)) == (0.004, 0.024)
+        ledger.reply_sync(skipped("timeout", None))
+        ledger.request_sync(question(), 0.02)
+        ledger.release_sync(question())  # asked again, and refused
+        assert ledger.unbilled() == {(key, 2): 0.02}
+        assert ledger.amend_sync(key, 0.003, "the invoice") == 2  # the only one without a bill
+        assert not ledger.unbilled() and ledger.spent_usd == pytest.approx(0.007, abs=1e-12)
+        assert ledger.amend_sync(key, 0.005, "once more") == 2  # the only one that bought something
+        ledger.request_sync(question(), 0.02)
         ledger.reply_sync(answer(question(), 0.01))
-        ledger.amend_sync(question().key, 0.03, "the invoice")
-        assert ledger.spent_usd == pytest.approx(0.034, abs=1e-12)
-    assert Ledger(path, offline=True).spent_usd == pytest.approx(0.034, abs=1e-12)
+        with pytest.raises(ValueError, match=r"several .*1 \(0.004 USD\), 2 \(0.005 USD\).*say which"):
+            ledger.amend_sync(key, 0.03, "which?")
+        with pytest.raises(ValueError, match=r"attempt 9 .*closed are \[1, 2, 3, 4\]"):
+            ledger.amend_sync(key, 0.03, "of none", attempt=9)
+        assert ledger.amend_sync(key, 0.03, "the invoice", attempt=1) == 1
+        assert ledger.known(key).cost_usd == 0.01  # of another attempt
+        assert ledger.amend_sync(key, 0.02, "the invoice", attempt=4) == 4
+        assert ledger.known(key).cost_usd == 0.02
+        assert ledger.spent_usd == pytest.approx(0.055, abs=1e-12)
+    assert Ledger(path, offline=True).spent_usd == pytest.approx(0.055, abs=1e-12)
+
+
+def test_a_late_reply_of_an_earlier_attempt_keeps_its_own_bill(path):
+    key = question().key
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(), 0.02)
+        ledger.request_sync(question(), 0.02)
+        ledger.reply_sync(answer(question(), 0.01), 2)
+        ledger.reply_sync(answer(question(), None), 1)
+        assert ledger.unbilled() == {(key, 1): 0.02}
+        assert ledger.amend_sync(key, 0.7, "the invoice") == 1
+        assert ledger.spent_usd == pytest.approx(0.71, abs=1e-12) and not ledger.unbilled()
+        assert ledger.known(key).cost_usd == 0.7  # the last reply, which is the first attempt's
+        ledger.amend_sync(key, 0.02, "the invoice", attempt=2)
+        assert ledger.known(key).cost_usd == 0.7
+
+
+@pytest.mark.parametrize("reason, told, amended", [("http_529", 0.0, 0.001), ("http_504", None, 0.0)])
+def test_amending_a_skipped_reply_leaves_whether_it_is_asked_again(path, reason, told, amended):
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(), 0.02)
+        ledger.reply_sync(skipped(reason, told))
+        before = was_busy(ledger.known(question().key))
+        ledger.amend_sync(question().key, amended, "the invoice")
+        assert was_busy(ledger.known(question().key)) == before == (told == 0)
+        assert ledger.spent_usd == amended and not ledger.unbilled()
+    with Ledger(path) as again:
+        assert was_busy(again.known(question().key)) == before and again.spent_usd == amended
+
+
+@pytest.mark.parametrize("usd", [float("nan"), float("inf"), -1.0, 1e13, 1e300])
+def test_no_amount_that_nobody_can_bill(path, usd):
+    with Ledger(path) as ledger:
+        ask(ledger, 0, cost=0.01)
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="finite, not negative, and at most 1e"):
+            ledger.amend_sync(question(0).key, usd, "the invoice")
+        with ledger.lock(), pytest.raises(LedgerInUse):  # its ceiling has counted what was spent
+            ledger.amend_sync(question(0).key, 0.1, "the invoice")
+    assert path.read_bytes() == before
+
+
+def test_what_costs_nothing_fits_under_any_ceiling():
+    over = Budget(1.0, 2.0)
+    assert over.reserve(0.0) and over.may_fit(0.0) and not over.reserve(1e-9) and not over.may_fit(1e-9)
+
+
+def came(ledger, number, what):
+    ledger.request_sync(question(number), 0.02)
+    asyncio.run(ledger.received(question(number), 1, what))
+
+
+def test_an_answer_on_disk_is_not_settled_away(path):
+    with Ledger(path) as ledger:
+        came(ledger, 0, Attempt(200, b'{"x":1}'))
+        came(ledger, 1, Attempt(200, b'{"x":', trouble="lost"))  # half of one, which nobody reads
+        ledger.request_sync(question(2), 0.02)
+    output, code = settled(path, "--older-than", "0")
+    assert code == 0 and "2 settled; left are 1 whose answer is on disk, unread" in output
+    assert "its answer is here, unread" in output
+    output, code = settled(path, question(0).key, "--usd", "0.01")
+    assert code and "a run reads it without paying; --discard drops it" in output
+    with Ledger(path) as ledger:
+        assert ledger.unread(question(0).key)[1][-1].body == b'{"x":1}'
+    output, code = settled(path, question(0).key, "--usd", "0.01", "--discard")
+    assert code == 0 and "1 settled" in output
+    with Ledger(path) as ledger:
+        assert ledger.unread(question(0).key) is None and not ledger.open_requests
 
 
 def test_bills_are_amended_by_command(with_open_calls):
     with Ledger(with_open_calls) as ledger:
         ledger.reply_sync(answer(question(4), None))
     shown = settled(with_open_calls, "--older-than", "48")[0]
-    assert f"{question(4).key[:16]} t: 0.0200 USD, without a bill" in shown
+    assert f"{question(4).key[:16]}, attempt 1: 0.0200 USD, without a bill" in shown
     output, code = settled(with_open_calls, question(4).key[:12], "--usd", "0.007", by="amend")
     assert code == 0 and "0.0200 USD before, 0.0070 now" in output and "without a bill" not in output
     before = with_open_calls.read_bytes()
@@ -614,6 +704,8 @@ def test_bills_are_amended_by_command(with_open_calls):
         (("", "--usd", "1"), "names 0 closed calls"),
         ((question(4).key, "--usd", "nan"), "nan"),
         ((question(4).key, "--usd", "-1"), "-1"),
+        ((question(4).key, "--usd", "1e300"), "at most"),
+        ((question(4).key, "--usd", "1", "--attempt", "3"), "closed are [1]"),
     ):
         output, code = settled(with_open_calls, *words, by="amend")
         assert code and says in output and with_open_calls.read_bytes() == before

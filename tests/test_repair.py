@@ -1,6 +1,8 @@
 """A damaged ledger is repaired: no intact line is lost, and what is committed never falls."""
 
+import asyncio
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from composer_nb.replay.ledger import Ledger, LedgerInUse, OpenRequest
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest
+from composer_nb.replay.received import Attempt
 from composer_nb.replay.repair import repair_ledger
 from composer_nb.traces import Action
 
@@ -36,7 +39,7 @@ def written(path, draw: random.Random, count: int) -> dict[str, str]:
             elif how == "settle":
                 ledger.settle_sync(ledger.open_requests[-1], 0.003, "as billed")
             if how != "open" and draw.random() < 0.3:
-                ledger.amend_sync(asked.key, draw.choice((0.0, 0.004)), "the invoice")
+                ledger.amend_sync(asked.key, draw.choice((0.0, 0.004, 0.9)), "the invoice")
     return answers
 
 
@@ -49,12 +52,9 @@ def test_intact_lines_stay_and_commitments_do_not_fall(tmp_path_factory, seed, c
     lines = path.read_bytes().splitlines(keepends=True)
     struck = set(draw.sample(range(1, len(lines)), min(hits, len(lines) - 1)))
     for i in struck:
-        number = lines[i].find(
-            b'"reserved_usd"'
-        )  # what a line reserved is the one thing that cannot be guessed
-        place = draw.choice(
-            [p for p in range(8, len(lines[i]) - 1) if number < 0 or not number - 1 <= p < number + 22]
-        )
+        # digits of what a line reserved or amended are the one thing that cannot be guessed
+        told = [found.span() for found in re.finditer(rb'"(?:reserved_)?usd":[^,}]*.', lines[i])]
+        place = draw.choice([p for p in range(8, len(lines[i]) - 1) if not any(a <= p < b for a, b in told)])
         lines[i] = lines[i][:place] + bytes([lines[i][place] ^ 1]) + lines[i][place + 1 :]
     damaged = [line for i, line in enumerate(lines) if i in struck]
     path.write_bytes(b"".join(lines))
@@ -119,10 +119,56 @@ def test_an_amended_bill_outlives_the_lines_before_it(tmp_path, lost):
     with pytest.raises(ValueError, match="is damaged .*not closed"):
         Ledger(path)
     done = repair_ledger(path)
-    assert (done.damaged, done.rebuilt) == (0, len(lost))
+    assert (done.damaged, done.rebuilt, done.reclosed) == (0, len(lost) - 1, 1)
     with Ledger(path) as ledger:
         assert ledger.spent_usd == ledger.committed_usd == 0.3 and not ledger.open_requests
     assert repair_ledger(path).rebuilt == 0
+
+
+@pytest.mark.parametrize("lost", [("reply",), ("request", "reply")])
+def test_an_amended_answer_that_nobody_read_is_open_again_and_not_bought_anew(tmp_path, lost):
+    path, key = tmp_path / "replay.jsonl", question(0).key
+    with Ledger(path) as ledger:
+        ledger.request_sync(question(0), 0.5)
+        asyncio.run(ledger.received(question(0), 1, Attempt(200, b'{"x": 1}')))
+        ledger.reply_sync(TeacherReply(key, "rule", Action("x"), cost_usd=0.1))
+        for usd in (0.2, 0.3):
+            ledger.amend_sync(key, usd, "the invoice")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        b"".join(x for x in lines if not any(b'"kind":"%s"' % kind.encode() in x for kind in lost))
+    )
+    done = repair_ledger(path)
+    assert (done.damaged, done.rebuilt) == (0, len(lost) - 1) and done.reclosed == (len(lost) == 1)
+    with Ledger(path) as ledger:
+        assert ledger.committed_usd == 0.3 and ledger.spent_usd == 0.0
+        attempt, came = ledger.unread(key)
+        assert attempt == 1 and came[-1].body == b'{"x": 1}'
+        ledger.reply_sync(TeacherReply(key, "rule", Action("x"), cost_usd=0.3), attempt)
+        assert ledger.committed_usd == 0.3
+    again = repair_ledger(path)
+    assert (again.damaged, again.rebuilt, again.reclosed) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_amendments_that_cannot_be_read_are_held_for_all_that_they_show(tmp_path, alone):
+    path = tmp_path / "replay.jsonl"
+    with Ledger(path) as ledger:
+        for i in range(2):
+            ledger.request_sync(question(i), 0.02)
+            ledger.reply_sync(TeacherReply(question(i).key, "rule", Action("x"), cost_usd=0.01))
+        for i in range(2):
+            ledger.amend_sync(question(i).key, 5.0, "the invoice")
+        true = ledger.committed_usd
+    content = path.read_bytes()
+    place = content.rindex(b"\n", 0, -1)
+    broken = content[:place] + b"x" + content[place + 1 :]  # two lines ran together
+    whole = content.replace(b'"attempt":1,"usd":5.0', b'"attempt":1 "usd":5.0')  # each is damaged
+    path.write_bytes(whole if alone else broken)
+    done = repair_ledger(path)
+    assert done.damaged == (2 if alone else 1)
+    with Ledger(path) as ledger:
+        assert true <= ledger.committed_usd <= true + 0.15
 
 
 def test_a_whole_ledger_is_left_alone_and_a_stranger_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from composer_nb.replay.command import app
+from composer_nb.replay.book_command import app
 from composer_nb.traces import (
     Action,
     ToolCall,

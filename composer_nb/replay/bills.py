@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .budget import _pico
+from .budget import _PICO, _pico
 
 # %% auto #0
 __all__ = ['Booked', 'Booking', 'Bills']
 
 # %% ../../nbs/replay/06_bills.ipynb #bil006
 class Booked(NamedTuple):
-    "What a closed attempt counts as: pico-dollars, in whose rate, and whether a reply closed it."
+    """What a closed attempt counts as: pico-dollars, in whose rate, which kind of line closed it (reply,
+    settle, release), and whether that told a bill; where none was told, the worst case counts.
+    """
 
     amount: int
     teacher: str
-    replied: bool
+    by: str
+    told: bool = True
 
 
 class Booking:
@@ -42,12 +45,23 @@ class Booking:
 class Bills(Booking):
     "Bills that may be corrected."
 
-    def last_closed(self, key: str) -> int:
-        "Raises ValueError where no attempt of this key is closed."
-        closed = [attempt for known, attempt in self.booked if known == key]
+    def to_amend(self, key: str, attempt: int | None = None) -> int:
+        """The attempt that an invoice is about: the one that is named; the only one that is closed; the only
+        one without a bill; the only one that may have bought something. Raises ValueError where none is, and
+        where several may be meant.
+        """
+        closed = {number: one for (known, number), one in self.booked.items() if known == key}
         if not closed:
             raise ValueError(f"request {key[:12]} has no closed attempt: settle an open one instead")
-        return max(closed)
+        if attempt is not None and attempt not in closed:
+            raise ValueError(f"attempt {attempt} of {key[:12]} is not closed; closed are {sorted(closed)}")
+        untold = [number for number, one in closed.items() if not one.told]
+        bought = [number for number, one in closed.items() if one.by != "release"]
+        for found in ([attempt] if attempt else [], list(closed), untold, bought):
+            if len(found) == 1:
+                return found[0]
+        told = ", ".join(f"{number} ({one.amount / _PICO:g} USD)" for number, one in closed.items())
+        raise ValueError(f"request {key[:12]} has several closed attempts, {told}: say which `attempt`")
 
     def amend(self, record: Mapping[str, Any]) -> Booked:
         "Replace what an attempt is booked at; what it was. Raises ValueError where none was closed."
@@ -56,7 +70,7 @@ class Bills(Booking):
             raise ValueError(f"attempt {number[1]} of {number[0][:12]} is not closed: there is no bill")
         old, new = self.booked[number], _pico(record["usd"], "a bill")
         self.spent += new - old.amount
-        self.booked[number] = old._replace(amount=new)
+        self.booked[number] = old._replace(amount=new, told=True)
         if old.teacher:
             paid, reserved, count = self.rates[old.teacher]
             self.rates[old.teacher] = (paid + new - old.amount, reserved, count)

@@ -5,7 +5,6 @@
 # %% ../../nbs/replay/06_budget.ipynb #c004-fb6e4d
 from __future__ import annotations
 
-import math
 import threading
 
 # %% auto #0
@@ -13,12 +12,13 @@ __all__ = ['Budget']
 
 # %% ../../nbs/replay/06_budget.ipynb #c006-7f3325
 _PICO = 10**12
+_MOST = 1e12  # USD that anything may cost
 
 
 def _pico(usd: float, what: str) -> int:
-    "USD as whole picodollars. Raises ValueError for an amount that is negative or not finite."
-    if not (math.isfinite(usd) and usd >= 0):
-        raise ValueError(f"{what} is {usd!r} USD: it must be finite and not negative")
+    "USD as whole picodollars. Raises ValueError for one that is negative, not finite, or above a trillion."
+    if not 0 <= usd <= _MOST:
+        raise ValueError(f"{what} is {usd!r} USD: it must be finite, not negative, and at most {_MOST:g}")
     return round(usd * _PICO)
 
 
@@ -66,16 +66,17 @@ class Budget(_Amounts):
         self._lock = threading.Lock()
 
     def reserve(self, usd: float) -> bool:
-        "Set `usd` aside if it fits under the ceiling beside all that is spent and reserved; whether it did."
+        "Set `usd` aside if it fits under the ceiling beside what is spent and held; whether it did. 0 does."
         amount = _pico(usd, "a reservation")
         with self._lock:
-            fits = self._spent + self._reserved + amount <= self._limit
+            fits = not amount or self._spent + self._reserved + amount <= self._limit
             self._reserved += amount if fits else 0
         return fits
 
     def may_fit(self, usd: float) -> bool:
         "Whether `usd` would fit if everything in flight turned out free."
-        return self._spent + _pico(usd, "a reservation") <= self._limit
+        amount = _pico(usd, "a reservation")
+        return not amount or self._spent + amount <= self._limit
 
     def settle(self, reserved_usd: float, actual_usd: float | None) -> None:
         "Replace a reservation by its bill; None (no bill came) counts the reservation itself."

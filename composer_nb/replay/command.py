@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
-import math
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -23,13 +20,12 @@ import typer
 
 if TYPE_CHECKING:
     from composer_nb.replay.account import Estimate
-    from composer_nb.replay.ledger import Ledger, OpenRequest
+    from composer_nb.replay.ledger import Ledger
     from composer_nb.replay.plan import Recorded, ReplayPlan
     from composer_nb.traces import TraceState
 
 # %% auto #0
-__all__ = ['app', 'LEFT', 'IngestOptions', 'ingest', 'redact', 'estimate', 'run', 'status', 'settle', 'amend', 'repair', 'view',
-           'pairs', 'export', 'push']
+__all__ = ['app', 'LEFT', 'IngestOptions', 'ingest', 'redact', 'estimate', 'run', 'view', 'pairs', 'export', 'push']
 
 # %% ../../nbs/replay/51_command.ipynb #comma006
 app = typer.Typer(no_args_is_help=True, help="From a folder of agent sessions to preference pairs.")
@@ -262,27 +258,6 @@ def run(
         raise typer.Exit(LEFT)
 
 # %% ../../nbs/replay/51_command.ipynb #comma014
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _told(ledger: Ledger) -> None:
-    "Amounts, and the open requests with their age."
-    typer.echo(f"{ledger.spent_usd:.4f} USD spent, {ledger.committed_usd - ledger.spent_usd:.4f} reserved")
-    for one in ledger.open_requests:
-        age = f"open for {_age(time.time() - one.at)}" if one.at else "open, of unknown age"
-        typer.echo(f"{one.key[:16]} {one.teacher} {one.state_id}: {one.reserved_usd:.4f} USD, {age}")
-    booked, unbilled = ledger.booked_usd(), ledger.unbilled()
-    if unbilled:
-        held = math.fsum(booked[key] for key in unbilled)
-        typer.echo(f"{len(unbilled)} replies told no bill, {held:.4f} USD are booked; `amend` corrects one:")
-    for key, reply in itertools.islice(unbilled.items(), 20):
-        typer.echo(f"{key[:16]} {reply.teacher}: {booked[key]:.4f} USD, without a bill")
-
-
 def _ledger(plan: ReplayPlan) -> Ledger:
     "What is on disk, to read; an empty ledger where nothing is."
     from composer_nb.replay.ledger import Ledger
@@ -298,93 +273,6 @@ def _recorded(path: Path) -> tuple[ReplayPlan, list[TraceState], Recorded]:
     with _ledger(plan) as ledger:
         found = recorded(states, teachers_of(plan, weights=False), ledger, plan.allow_same_vendor)
     return plan, states, found
-
-# %% ../../nbs/replay/51_command.ipynb #comma015
-@app.command()
-@_refuses
-def status(plan: Annotated[Path, typer.Argument(help="YAML file of the replay")]) -> None:
-    "Say which replies are there, what was spent, and which calls are open."
-    told, _, found = _recorded(plan)
-    for name, row in found.rows.items():
-        typer.echo(f"{name}: " + ", ".join(f"{value:g} {key}" for key, value in row.items()))
-    with _ledger(told) as ledger:
-        _told(ledger)
-
-# %% ../../nbs/replay/51_command.ipynb #comma015b
-_OLDER = "hours; all calls open for longer, at their worst case without --usd; those in batches are left"
-
-
-def _chosen(calls: Sequence[OpenRequest], key: str | None, hours: float | None) -> list[OpenRequest]:
-    "The call of this key; or those outside batches that are known to be open for longer."
-    if hours is not None:
-        return [one for one in calls if one.at and not one.batch and time.time() - one.at > 3600 * hours]
-    found = [one for one in calls if one.key.startswith(key or " ")]
-    if not found or len({one.key for one in found}) > 1:
-        raise ValueError(f"{key!r} names {len(found)} open calls; `status` lists them")
-    return found[:1]
-
-
-@app.command()
-@_refuses
-def settle(
-    ledger: Annotated[Path, typer.Argument(help="file of replies")],
-    key: Annotated[str | None, typer.Argument(help="of an open call, as status shows it")] = None,
-    usd: Annotated[float | None, typer.Option(help="what it cost; 0 when it bought nothing")] = None,
-    older_than: Annotated[float | None, typer.Option(min=0.0, help=_OLDER)] = None,
-    why: Annotated[str, typer.Option(help="kept with it")] = "settled by hand",
-) -> None:
-    "End the reservation of a call that no reply has closed, or of all that are too old to come."
-    from composer_nb.replay.ledger import Ledger
-
-    if not ledger.exists():
-        raise ValueError(f"{ledger}: no such file")
-    if (key is None) == (older_than is None):
-        raise ValueError("say which call: its KEY as `status` shows it, or --older-than HOURS, and not both")
-    if key is not None and usd is None:
-        raise ValueError("--usd is missing: what that call cost, 0 when it bought nothing")
-    if older_than is not None and not math.isfinite(older_than):
-        raise ValueError(f"--older-than {older_than}: hours, a finite number")
-    with Ledger(ledger) as opened:
-        found = _chosen(opened.open_requests, key, older_than)
-        for one in found:
-            opened.settle_sync(one, one.reserved_usd if usd is None else usd, why)
-        typer.echo(f"{len(found)} settled")
-        _told(opened)
-
-# %% ../../nbs/replay/51_command.ipynb #comma015d
-@app.command()
-@_refuses
-def amend(
-    ledger: Annotated[Path, typer.Argument(help="file of replies")],
-    key: Annotated[str, typer.Argument(help="of a closed call; `status` shows those without a bill")],
-    usd: Annotated[float, typer.Option(help="what it cost by the vendor's bill")],
-    why: Annotated[str, typer.Option(help="kept with it")] = "amended by hand",
-) -> None:
-    "Correct what a closed call is booked at; the ledger keeps both amounts."
-    from composer_nb.replay.ledger import Ledger
-
-    if not ledger.exists():
-        raise ValueError(f"{ledger}: no such file")
-    with Ledger(ledger) as opened:
-        booked = opened.booked_usd()
-        found = [known for known in booked if key and known.startswith(key)]
-        if len(found) != 1:
-            raise ValueError(f"{key!r} names {len(found)} closed calls; an open one is settled")
-        opened.amend_sync(found[0], usd, why)
-        typer.echo(f"{found[0][:16]}: {booked[found[0]]:.4f} USD before, {usd:.4f} now")
-        _told(opened)
-
-# %% ../../nbs/replay/51_command.ipynb #comma015c
-@app.command()
-@_refuses
-def repair(ledger: Annotated[Path, typer.Argument(help="file of replies")]) -> None:
-    "Set damaged lines of a ledger aside; every other line stays."
-    from composer_nb.replay.repair import repair_ledger
-
-    done = repair_ledger(ledger)
-    typer.echo(f"{done.kept} lines kept, {done.damaged} damaged, {done.rebuilt} requests written anew")
-    if done.aside:
-        typer.echo(f"{done.aside} has the damaged lines; {done.held_usd:.4f} USD are held for them")
 
 # %% ../../nbs/replay/51_command.ipynb #commaview
 @app.command()

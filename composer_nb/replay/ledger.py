@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -98,14 +98,29 @@ class _Open:
         self.received.closed(record, reply)
         return request
 
+# %% ../../nbs/replay/10_ledger.ipynb #c012-replies
+class _Replies(Bills):
+    "The last reply to each question, which attempt brought it, and what it cost."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replies: dict[str, TeacherReply] = {}
+        self.answered: dict[str, int] = {}
+
+    def amended(self, record: Mapping[str, Any]) -> None:
+        "A skipped reply keeps the cost it told: whether it is asked again hangs on that."
+        self.amend(record)
+        reply = self.replies.get(record["key"])
+        if reply and reply.outcome == "ok" and self.answered[reply.key] == record["attempt"]:
+            self.replies[reply.key] = replace(reply, cost_usd=record["usd"])
+
 # %% ../../nbs/replay/10_ledger.ipynb #c012-e3465f
-class _Books(_Open, Bills):
+class _Books(_Open, _Replies):
     "What a ledger's lines add up to, one record at a time."
 
     def __init__(self) -> None:
-        self.replies: dict[str, TeacherReply] = {}
         _Open.__init__(self)
-        Bills.__init__(self)
+        _Replies.__init__(self)
         self.attempts, self.reserved = Counter[str](), 0
         self.asked: dict[str | None, set[str]] = {}  # question: its keys that tell an endpoint
 
@@ -122,21 +137,21 @@ class _Books(_Open, Bills):
             self.came(record)
         elif record["kind"] in ("reply", "release", "settle"):
             self._close(record)
-        elif record["kind"] == "amend" and self.amend(record).replied:
-            self.replies[record["key"]] = replace(self.replies[record["key"]], cost_usd=record["usd"])
-        elif record["kind"] != "amend":
+        elif record["kind"] == "amend":
+            self.amended(record)
+        else:
             raise ValueError(f"a record of kind {record['kind']!r} is not known to this version")
 
     def _close(self, record: Mapping[str, Any]) -> None:
         reply = TeacherReply.from_record(record["reply"]) if record["kind"] == "reply" else None
         request = self.close_one(record, reply)
         if reply is not None:
-            self.replies[request.key] = reply
+            self.replies[request.key], self.answered[request.key] = reply, request.attempt
         usd = reply.cost_usd if reply else record.get("usd", 0.0)
         self.reserved -= (held := _pico(request.reserved_usd, "a reservation"))
-        told = reply is not None and usd is not None and held and reply.outcome == "ok"
+        rated = reply is not None and usd is not None and held and reply.outcome == "ok"
         amount = held if usd is None else _pico(usd, "a bill")
-        mine = Booked(amount, request.teacher if told else "", reply is not None)
+        mine = Booked(amount, request.teacher if rated else "", record["kind"], usd is not None)
         self.book((request.key, request.attempt), mine, held)
 
 # %% ../../nbs/replay/10_ledger.ipynb #c015-0b9bf7
@@ -218,9 +233,10 @@ class _Desk(_Queue):
             self._closing.add((key, attempt))
             return future
 
-    def amend(self, key: str, **rest: Any) -> Future:
+    def amend(self, key: str, attempt: int | None, **rest: Any) -> Future:
         with self.lock:
-            return self._put({"kind": "amend", "key": key, "attempt": self.books.last_closed(key), **rest})
+            number = self.books.to_amend(key, attempt)
+            return self._put({"kind": "amend", "key": key, "attempt": number, **rest})
 
 # %% ../../nbs/replay/10_ledger.ipynb #c024-answers
 class _Answers:
@@ -274,16 +290,16 @@ class _Amounts:
         paid, held, count = self._books.rates.get(teacher, (0, 0, 0))
         return (paid / held, count) if count else None
 
-    def booked_usd(self) -> dict[str, float]:
-        "What the last closed attempt of each key counts as."
+    def booked_usd(self) -> dict[tuple[str, int], float]:
+        "What each closed attempt (key, number) counts as, in the order in which they were closed."
         with self._desk.lock:
-            last = dict(sorted(self._books.booked))
-            return {key: self._books.booked[key, attempt].amount / _PICO for key, attempt in last.items()}
+            return {number: one.amount / _PICO for number, one in self._books.booked.items()}
 
-    def unbilled(self) -> dict[str, TeacherReply]:
-        "Replies that told no bill and count with their worst case, by key; an amended one has a bill."
+    def unbilled(self) -> dict[tuple[str, int], float]:
+        "The closed attempts of which nobody told a bill, and which count with their worst case."
         with self._desk.lock:
-            return {key: reply for key, reply in self._books.replies.items() if reply.cost_usd is None}
+            booked = self._books.booked.items()
+            return {number: one.amount / _PICO for number, one in booked if one.amount and not one.told}
 
 # %% ../../nbs/replay/10_ledger.ipynb #c024-fa50cd
 class Recording(_Answers, _Amounts):
@@ -345,19 +361,23 @@ class _Corrects:
     "What the vendor's bill says and no reply told."
 
     _desk: _Desk
+    lock: Callable[[], AbstractContextManager[None]]
 
     def settle_sync(self, request: OpenRequest, usd: float, reason: str) -> None:
         "Write what an open attempt cost without a reply; ValueError unless `usd` is finite and not negative."
         _pico(usd, "a bill")
         self._desk.close("settle", request.key, request.attempt, usd=float(usd), reason=reason).result()
 
-    def amend_sync(self, key: str, usd: float, reason: str) -> None:
-        """Write what the last closed attempt of a key did cost, in place of what it is booked at.
+    def amend_sync(self, key: str, usd: float, reason: str, attempt: int | None = None) -> int:
+        """Write what a closed attempt did cost, in place of what it is booked at; the attempt's number, which
+        may be left out where only one can be meant (`Bills.to_amend`).
 
-        Raises ValueError unless `usd` is finite and not negative, and where no attempt of this key is closed.
+        Raises ValueError unless `usd` is finite and not negative, where no attempt of this key is closed, and
+        where several may be meant. Raises LedgerInUse while a replay counts what is spent.
         """
         _pico(usd, "a bill")
-        self._desk.amend(key, usd=float(usd), reason=reason).result()
+        with self.lock():
+            return self._desk.amend(key, attempt, usd=float(usd), reason=reason).result()
 
 # %% ../../nbs/replay/10_ledger.ipynb #c025-bytes
 ROOM = 1 << 18  # bytes of the disk held for what one call in flight may bring

@@ -26,12 +26,14 @@ __all__ = ['Repair', 'repair_ledger']
 @dataclass(frozen=True)
 class Repair:
     """What a repair did: lines kept, damaged lines set aside in `aside`, requests written anew before replies
-    that had lost theirs, and USD held for damaged lines that may have been requests.
+    that had lost theirs, amended calls whose closing line was lost (`reclosed`: their amended amount counts),
+    and USD held for damaged lines that may have been requests.
     """
 
     kept: int
     damaged: int
     rebuilt: int
+    reclosed: int
     held_usd: float
     aside: Path | None
 
@@ -40,7 +42,7 @@ _SLACK = 32  # bytes by which two requests of one kind differ: digits of a time,
 _NUMBER = rb"([0-9]{1,12}(?:[.][0-9]{1,20})?(?:e-?[0-9]{1,2})?)[,}]"
 _RESERVED = re.compile(rb'"reserved_usd":' + _NUMBER)
 _BILL = re.compile(rb'"(?:cost_)?usd":' + _NUMBER)
-_CLOSING = tuple(b'"kind":"%s"' % kind for kind in (b"received", b"reply", b"release", b"settle"))
+_CLOSING = tuple(b'"kind":"%s"' % kind for kind in b"received reply release settle amend".split())
 
 
 def _read(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]]:
@@ -54,23 +56,44 @@ def _read(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]]:
     return records, damaged
 
 # %% ../../nbs/replay/11_repair.ipynb #repai007
-def _rebuilt(records: list[dict[str, Any]], largest: float) -> Iterator[tuple[dict[str, Any], bool]]:
-    "The records, with a request before each that lacks its own; whether a record is new."
-    books = _Books()
+def _rebuilt(records: list[dict[str, Any]], largest: float) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records, with a request before each that lacks its own; what a record is: kept (nothing), a new
+    request, or of an amended call whose closing line is gone.
+    """
+    books, reopened = _Books(), _unread_amended(records)
     for record in records:
-        lost = record["kind"] == "amend" and (record["key"], record["attempt"]) not in books.booked
-        record = record | {"kind": "settle"} if lost else record  # the line that closed this attempt is gone
+        number = record["key"], record["attempt"]
+        if number in reopened and record["kind"] == "amend":
+            continue
+        if number in reopened and record["kind"] == "request":
+            record = record | {"reserved_usd": reopened[number]}
+        lost = record["kind"] == "amend" and number not in books.booked
+        record = record | {"kind": "settle"} if lost else record  # what closed this attempt is gone
         of_request = record["kind"] in ("received", "reply", "release", "settle")
         if of_request and (record["key"], record["attempt"]) not in books.open:
             reply = record.get("reply", {})
             unknown = record["kind"] == "received" or (
                 record["kind"] == "reply" and reply.get("cost_usd") is None
             )  # the worst case
-            request = _request(record["key"], record["attempt"], reply.get("teacher", ""), largest * unknown)
+            usd = reopened.get(number, largest * unknown)
+            request = _request(*number, reply.get("teacher", ""), usd)
             books.apply(request)
-            yield request, True
+            yield request, "request"
         books.apply(record)
-        yield record, lost
+        yield record, "amended" if lost or (record["kind"] == "request" and number in reopened) else ""
+
+# %% ../../nbs/replay/11_repair.ipynb #repai007c
+def _unread_amended(records: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
+    """Amended attempts whose closing line is gone while their answer is there, with what they cost: they are
+    opened again, so that the answer is read and not bought anew.
+    """
+    of: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        of.setdefault(record["kind"], []).append(record)
+    closed = {(r["key"], r["attempt"]) for kind in ("reply", "release", "settle") for r in of.get(kind, [])}
+    came = {(r["key"], r["attempt"]) for r in of.get("received", [])} - closed
+    amends = {(r["key"], r["attempt"]): r["usd"] for r in of.get("amend", [])}
+    return {number: usd for number, usd in amends.items() if number in came}
 
 
 def _request(key: str, attempt: int, teacher: str, usd: float) -> dict[str, Any]:
@@ -88,11 +111,12 @@ def _largest(records: list[dict[str, Any]], damaged: list[bytes]) -> float:
 def _held(
     line: bytes, number: int, least: float, largest: float, shortest: int
 ) -> Mapping[str, Any] | None:
-    """What a damaged line may have cost, as a reservation: what its bill has over the least reservation if it
-    began as one that closes a request, else the largest reservation for each request that it has room for.
+    """What a damaged line may have cost, as a reservation: what its bills have over the least reservation if
+    it began as one that closes a request, all of them if it was an amendment, which no reservation covers;
+    else the largest reservation for each request that it has room for.
     """
-    usd = max((float(told) - least for told in _BILL.findall(line)), default=0.0)
-    usd = max(usd, 0.0)
+    covered = 0.0 if b'"kind":"amend"' in line else least
+    usd = sum(max(float(told) - covered, 0.0) for told in _BILL.findall(line))
     if line.count(b'{"sum":') > 1 or not any(sign in line[:64] for sign in _CLOSING):
         usd += largest * max(1, line.count(b'"kind":"request"'), math.ceil((len(line) - _SLACK) / shortest))
     key = hashlib.sha256(b"%d " % number + line).hexdigest()
@@ -118,9 +142,9 @@ def repair_ledger(path: str | os.PathLike) -> Repair:
             raise ValueError(f"{path} has no line that a ledger wrote: it is another file, or empty")
         largest = _largest(records, damaged)
         pairs = list(_rebuilt(records, largest))
-        rebuilt = sum(new for _, new in pairs)
-        if content.startswith(_FIRST) and content.endswith(b"\n") and not damaged and not rebuilt:
-            return Repair(len(records), 0, 0, 0.0, None)
+        rebuilt, reclosed = (sum(what == kind for _, what in pairs) for kind in ("request", "amended"))
+        if content.startswith(_FIRST) and content.endswith(b"\n") and not (damaged or rebuilt or reclosed):
+            return Repair(len(records), 0, 0, 0, 0.0, None)
         shortest = min((len(encode_line(r)) for r in records if r["kind"] == "request"), default=1 << 20)
         least = min((r["reserved_usd"] for r in records if r["kind"] == "request"), default=0.0)
         sizes = (least, largest, shortest)
@@ -129,7 +153,8 @@ def repair_ledger(path: str | os.PathLike) -> Repair:
         with replacing(path, sync=True) as out:
             out.write(_FIRST + b"".join(map(encode_line, [r for r, _ in pairs] + held)))
         path.chmod(0o600)
-    return Repair(len(records), len(damaged), rebuilt, sum(one["reserved_usd"] for one in held), aside)
+    usd = sum(one["reserved_usd"] for one in held)
+    return Repair(len(records), len(damaged), rebuilt, reclosed, usd, aside)
 
 # %% ../../nbs/replay/11_repair.ipynb #repai008s
 def _put_aside(path: Path, damaged: list[bytes]) -> Path | None:

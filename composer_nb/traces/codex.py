@@ -119,8 +119,8 @@ class CodexLog(Conversation):
 
 # %% ../../nbs/data/09_codex.ipynb #codex011b
 def _name_of(log: CodexLog, turn: OpenTurn) -> str:
-    """What a turn is called in every copy of its session: the call or session last named, turns since then, and
-    a digest of what it answers and does. Empty where nothing has a name yet.
+    """What a turn is called in every copy of its session: the call or session last named, turns since then,
+    and a digest of what it answers and does. Empty where nothing has a name yet.
     """
     call = next(iter(turn.calls), "")
     if call and not re.fullmatch(r"call(_\d+)?", call):  # which stand for an id that is missing

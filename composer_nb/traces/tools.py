@@ -39,7 +39,7 @@ def _release(name: str) -> tuple[int, ...]:
     found = _RELEASE.match(name)
     return tuple(map(int, found.groups())) if found else ()
 
-
+# %% ../../nbs/data/09_tools.ipynb #tools005b
 def builtin_tools(agent: Agent, version: str = "") -> list[Schema]:
     """Function schemas of an agent's built-in tools: names and types from its releases, in our own words.
 
