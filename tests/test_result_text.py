@@ -3,8 +3,11 @@ the states of a log.
 """
 
 import json
+import subprocess
+import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 from composer_nb.replay.book_command import app
 from composer_nb.traces import (
     Action,
+    IngestReport,
     ToolCall,
     ToolFailure,
     TraceState,
@@ -23,7 +27,8 @@ from composer_nb.traces import (
     load_states,
     with_result_failures,
 )
-from composer_nb.traces.result_text import command_of, programs
+from composer_nb.traces.result_text import command_of, pipelines, stated_code
+from composer_nb.traces.state import action_message
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 3, in total\n    raise KeyError(k)\n'
 FAILED = [
@@ -58,6 +63,30 @@ FAILED = [
     ("npx tsc", "src/a.ts(3,5): error TS2322: Type 'string' is not assignable to type 'number'.", "build"),
     ("ruff check .", "Found 3 errors.\n[*] 1 fixable with the `--fix` option.", "lint"),
     ("mypy src", "Found 2 errors in 1 file (checked 4 source files)", "lint"),
+    ("pytest -q", "F.\n1 failed, 1 passed in 0.11s", "tests"),
+    ("pytest -q", "1 failed, 2 passed, 3 warnings in 61.20s (0:01:01)", "tests"),
+    ("pytest -q tests/b.py", "no tests ran in 0.00s\nERROR: file or directory not found: b.py\n", "tests"),
+    ("npx vitest run", " Test Files  1 failed | 2 passed (3)\n  Tests  1 failed\n  Duration  1 s", "tests"),
+    ("git push 2>&1 | tail -5", "error: failed to push some refs to 'origin'", "git"),
+    ("make clean; git checkout x", "error: pathspec 'x' did not match any file(s) known to git", "git"),
+    ("pyhton a.py", "-bash: pyhton: command not found", "shell"),
+    ("sudo aptt", "sudo: aptt: command not found", "tool"),
+    ("curl -f x", "curl: (22) The requested URL returned error: 404", "tool"),
+    ("./a.out", "Segmentation fault (core dumped)", "shell"),
+    ("gcc a.o", "collect2: error: ld returned 1 exit status", "build"),
+    ("./gradlew build", "BUILD FAILED in 2s", "build"),
+    ("pip install x", "ERROR: No matching distribution found for x", "build"),
+    ("node a.js", "ReferenceError: x is not defined\n    at a.js:1:1\n\nNode.js v20.11.0", "exception"),
+    ("make 2>&1 | tail -1", "\x1b[31mmake: *** [all] Error 2\x1b[0m", "build"),
+    ("cd a && sudo -u bob timeout 60 make", "make: *** [all] Error 2", "build"),
+    ("bash -lc 'cd a && make'", "make: *** [all] Error 2", "build"),
+    ("cat Makefile; make", "make: *** [all] Error 2", "build"),
+    ("for d in a b; do make -C $d; done", "make: *** [all] Error 2", "build"),
+    ("make \\\n  all", "make: *** [all] Error 2", "build"),
+    ("./deploy.sh", "Exit code: 2\nWall time: 1 s\nOutput:\ndone", "exit"),
+    ("./deploy.sh", "done\n[Command finished with exit code 2]", "exit"),
+    ("make", "make: *** [all] Error 2\n[The command completed with exit code 2.]", "exit"),
+    ("./deploy.sh", "Output: x\nError: (none)\nExit Code: 1\nSignal: (none)\nPID: 3", "exit"),
     ("./deploy.sh", "uploading\nExit code 1", "exit"),
     ("./deploy.sh", "[Process exited with code 137]", "exit"),
 ]  # fmt: skip
@@ -92,6 +121,19 @@ SPEAKS = [
     ("wc -l errors.txt", "0 errors.txt"),
     ("pip install x", "WARNING: x 1.0 does not provide the extra 'y'"),
     ("python a.py", "SyntaxWarning: invalid escape sequence"),
+    ("make", "Process exited with code 0\nOutput:\nmake: *** [all] Error 2"),  # what is stated decides
+    ("make", "make: *** [all] Error 2\n[Command finished with exit code 0]"),
+    ("make", "make: *** [all] Error 2\nExit Code: 0\nSignal: (none)"),
+    ("cat run.sh", "make\nexit 1"),
+    ("ssh host cat run.sh", "make\nexit 1"),
+    ("./show.sh", "make\nexit 1"),
+    ("ruff check --fix .", "Found 1 error (1 fixed, 0 remaining)."),
+    ("git show HEAD:x", "fatal: not a git repository"),
+    ("git log --format=%B | head", "error: pathspec 'x' is unknown"),
+    ("git grep -h error", "error: no"),
+    ("git stash show -p", "fatal: no"),
+    ("if make; then echo fine; fi", "make: *** [all] Error 2"),
+    ("while ! curl -f x; do sleep 1; done", "curl: (22) The requested URL returned error: 404"),
     ("true", ""),
     ("true", "\n \n"),
 ]  # fmt: skip
@@ -110,6 +152,54 @@ def test_a_text_that_speaks_of_failures_is_none(command, text):
     assert failure_in(command, text) is None
 
 
+SHOWN = [
+    "sleep 60; tail -5 build.log",
+    "wc -l f; tail f",
+    "date; cat f",
+    "true; cat f",
+    "mkdir -p t && head f",
+    "make clean && cat f",
+    "[ -f f ] && cat f",
+    "for f in *.log; do tail $f; done",
+    "{ cat f; }",
+    "# comment\ncat f",
+    "cat \\\n f",
+    "find . -name '*.log' -exec cat {} +",
+    "ls | xargs -I {} tail {}",
+    "sudo -u bob cat f",
+    "bash -c 'cat f'",
+    "tac f",
+    "zgrep -h . f.gz",
+    "perl -ne 'print' f",
+    "docker logs web",
+    "kubectl logs -f pod",
+    "gh run view 1 --log-failed",
+    "timeout -s KILL 5 tail -f f",
+    "make; cat build.log | grep -v ok",
+    "nl f",
+    "cat f; cd ..; true",
+    "env A=1 cat f",
+]
+
+
+@pytest.mark.parametrize("text", ["make: *** [all] Error 2", TRACE + "KeyError: 'id'", "1 failed in 0.2s"])
+@pytest.mark.parametrize("command", SHOWN)
+def test_what_prints_the_text_of_another_has_not_failed(command, text):
+    assert pipelines(command) and failure_in(command, text) is None
+    assert failure_in(command, f"{text}\nExit code: 1") is None
+
+
+@pytest.mark.parametrize("body, code", [("assert 0", 1), ("assert 1", 0), ("import nothing_there", 2)])
+@pytest.mark.parametrize("more", [[], ["-q"], ["-qq"], ["--color=yes"], ["-x", "--tb=no"]])
+def test_what_pytest_itself_prints(tmp_path, body, code, more):
+    (tmp_path / "test_a.py").write_text(f"def test_a():\n    {body}\n" if code < 2 else body)
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *more, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code
+    silent = code and more == ["-qq"]  # then it ends with what failed, and counts nothing
+    assert failure_in("python -m pytest", done.stdout) == ("tests" if code and not silent else None)
+
+
 def test_ordinary_files_are_no_failures_whoever_prints_them():
     """As if a program of one's own had printed each source of Python's library, and each package's record."""
     folder, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
@@ -123,16 +213,23 @@ def test_ordinary_files_are_no_failures_whoever_prints_them():
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=200), st.text(max_size=400))
 def test_any_command_and_any_text_are_read(command, text):
-    assert failure_in(command, text) is None or programs(command)
+    assert failure_in(command, text) is None or pipelines(command)
 
 
 @pytest.mark.parametrize(
-    "piece", ["=", "= ", "a: ", "bash: ", "x.", "Error", "1 failed in ", "\t", "(", "\\"]
+    "piece",
+    ["=", "= ", "a: ", "bash: ", "x.", "Error", "1 failed in ", "1 failed, ", "\t", "(", "\\", "\x1b["],
 )
-def test_long_lines_cost_little(piece):
-    start = time.process_time()
-    failure_in("make " + piece * 20_000, piece * 500_000)
-    assert time.process_time() - start < 2
+@pytest.mark.parametrize(
+    "start, end", [("", ""), ("= 1 failed in 1s ", "=x"), ("exit code ", ""), ("Found 1 error ", "")]
+)
+def test_long_lines_cost_little(piece, start, end):
+    text, began = start + piece * 500_000 + end, time.process_time()
+    failure_in("make " + piece * 20_000, text)
+    for size in (100, 1_000, 3_900):
+        failure_in("make", start + piece * size + end)
+        failure_in("make " + piece * size, "done")
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
@@ -161,7 +258,7 @@ def states(source: str, *results: tuple[str, str], marked: str = "") -> list[Tra
         failures = (ToolFailure(call, text),) if marked == f"c{n}" else ()
         made.append(TraceState(f"{source}/{n}", list(messages), Action("", (call,)), failures=failures,
                                source=f"{source}:{n}"))  # fmt: skip
-        said = {"role": "assistant", "content": "", "tool_calls": []}
+        said = action_message(Action("", (call,)))
         messages += [
             said,
             {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": text}]},
@@ -182,7 +279,55 @@ def test_sessions_are_not_mixed_and_marks_of_the_log_stay():
     assert list(with_result_failures(log, rules=())) == log
 
 
-def test_a_session_is_held_at_a_time():
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ids_that_come_again_are_told_apart(order):
+    """Two conversations of one file, and two turns of one conversation, whose calls have the same id."""
+    outcomes = [("make", "done"), ("make", "make: *** [all] Error 2")]
+    apart = [state for place in order for state in states("chat.jsonl", outcomes[place])]
+    found = [bool(state.failures) for state in with_result_failures(apart)]
+    assert found == [bool(order[0]), False, bool(order[1]), False]
+    same = [
+        replace(
+            s, student_action=Action("", tuple(replace(c, id="call_0") for c in s.student_action.tool_calls))
+        )
+        for s in states("one", *(outcomes[place] for place in order))
+    ]
+    rename = lambda m: json.loads(json.dumps(m).replace('"c0"', '"call_0"').replace('"c1"', '"call_0"'))  # noqa: E731
+    same = [replace(s, messages=[rename(m) for m in s.messages]) for s in same]
+    assert [bool(state.failures) for state in with_result_failures(same)] == [
+        bool(order[0]),
+        bool(order[1]),
+        False,
+    ]
+
+
+def test_a_state_that_goes_on_from_another_tells_nothing(tmp_path):
+    one, end = states("a", ("make", "make: *** [all] Error 2"))
+    other = replace(end, messages=[{"role": "user", "content": "Something else."}, *list(end.messages)[1:]])
+    assert not any(state.failures for state in with_result_failures([one, other, one]))
+    assert [bool(s.failures) for s in with_result_failures([one, end])] == [True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"exit_codes": True}])
+def test_logs_that_mark_failures_are_not_second_guessed(tmp_path, options):
+    call = {"type": "function_call", "name": "shell", "arguments": '{"command": ["make"]}', "call_id": "c1"}
+    output = {"output": "make: *** [all] Error 2", "metadata": {"exit_code": 0}}
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Build."}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": json.dumps(output)},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Done."}]},
+    ]
+    log = tmp_path / "rollout.jsonl"
+    log.write_text("\n".join(json.dumps({"type": "response_item", "payload": item}) for item in items))
+    report = IngestReport()
+    read = list(ingest(log, report=report, read_failures=with_result_failures, **options))
+    assert len(read) == 2 and not any(state.failures for state in read)
+    assert report.skipped["log that marks failures itself: its texts were not read for them"] == 1
+    assert stated_code("Exit code: 3\nOutput:\n") == 3 and stated_code("done") is None
+
+
+def test_one_state_is_held_at_a_time():
     taken = []
 
     def read():
@@ -192,7 +337,7 @@ def test_a_session_is_held_at_a_time():
 
     found = with_result_failures(read())
     next(found)
-    assert len(taken) == 2
+    assert len(taken) == 1
 
 
 def test_the_command_line_finds_them_in_a_log_that_marks_nothing(tmp_path):

@@ -77,7 +77,7 @@ class IngestOptions:
     system: Annotated[Path | None, typer.Option(help="text of a system message for states without")] = None
     infer: Annotated[bool, typer.Option(help="offer tools as their calls show them")] = True
     exit_codes: Annotated[bool, typer.Option(help="an exit code other than 0 is an error site")] = False
-    result_text: Annotated[bool, typer.Option(help="so is a shell's output that ends in a failure")] = False
+    result_text: Annotated[bool, typer.Option(help="so is a failed output, in logs that mark none")] = False
     errors_only: Annotated[bool, typer.Option(help="only steps whose call failed")] = False
     prompt: Annotated[str | None, typer.Option(help="what was asked, for a log that lacks it")] = None
     prompt_file: Annotated[
@@ -123,8 +123,8 @@ def ingest(
     given = _schemas(told.tools) if told.tools else []
     text = told.system.read_text(encoding="utf-8") if told.system else ""
     how = {"sidechains": told.sidechains, "exit_codes": told.exit_codes, "prompt": _asked(told)}
+    how["read_failures"] = with_result_failures if told.result_text else None
     states = read(logs, told.format, **how, report=(report := IngestReport()))
-    states = with_result_failures(states) if told.result_text else states
     states = with_tools(states, tools=given, agent=told.agent or None, infer=told.infer, system=text)
     count = save_states((state for state in states if state.is_error_site or not told.errors_only), out)
     typer.echo(str(report))

@@ -374,7 +374,8 @@ class ClaudeCodeIngester(FileIngester, format="claude-code"):
     late records. Raises ValueError when that is less than one.
     """
 
-    has_sidechains, turn_fact = True, "message_id"
+    has_sidechains = marks_failures = True
+    turn_fact = "message_id"
 
     def __init__(self, *, sidechains: bool = False, live_conversations: int = 16) -> None:
         super().__init__()

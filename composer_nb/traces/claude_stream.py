@@ -168,7 +168,7 @@ class ClaudeStreamIngester(FileIngester, format="claude-stream"):
     """
 
     suffixes = (".jsonl", ".json")
-    has_sidechains = True
+    has_sidechains = marks_failures = True
     takes_prompt = True
 
     def __init__(self, *, sidechains: bool = False, prompt: Prompt = "") -> None:

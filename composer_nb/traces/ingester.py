@@ -9,7 +9,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -19,9 +19,9 @@ from .lines import IngestReport, Source
 from .state import LATE_THOUGHT, TraceState, content_text
 
 # %% auto #0
-__all__ = ['Format', 'INGESTERS', 'FAILED_ASIDE', 'TOOL_ERROR', 'Prompts', 'Ingester', 'FileIngester', 'ExitCodeIngester',
-           'own_records', 'log_files', 'text_or', 'listed', 'arguments_of', 'result_text', 'split_thought',
-           'record_format', 'file_format', 'ingest']
+__all__ = ['Format', 'INGESTERS', 'FAILED_ASIDE', 'MARKS_ITSELF', 'Through', 'TOOL_ERROR', 'Prompts', 'Ingester', 'FileIngester',
+           'ExitCodeIngester', 'own_records', 'log_files', 'text_or', 'listed', 'arguments_of', 'result_text',
+           'split_thought', 'record_format', 'file_format', 'ingest']
 
 # %% ../../nbs/data/05_ingester.ipynb #c007-6eaaaa
 Format = Literal[
@@ -52,6 +52,7 @@ class FileIngester(ABC):
     has_sidechains: ClassVar[bool] = False
     has_exit_codes: ClassVar[bool] = False
     takes_prompt: ClassVar[bool] = False  # its logs may lack what was asked
+    marks_failures: ClassVar[bool] = False  # its logs say of each call whether it failed
     turn_fact: ClassVar[str] = ""  # names a turn in every copy of its session
 
     def __init_subclass__(cls, format: str | None = None) -> None:
@@ -87,7 +88,7 @@ class FileIngester(ABC):
 class ExitCodeIngester(FileIngester):
     "A format that tells exit codes. `exit_codes`: a command that failed by its own is an error site."
 
-    has_exit_codes = True
+    has_exit_codes = marks_failures = True
 
     def __init__(self, *, exit_codes: bool = False) -> None:
         super().__init__()
@@ -125,11 +126,16 @@ def _progress(files: Sequence[Path], from_bytes: int = 64 << 20) -> tqdm:
 
 # %% ../../nbs/data/05_ingester.ipynb #readfil0
 FAILED_ASIDE = "failed call in a side chain"
+MARKS_ITSELF = "log that marks failures itself: its texts were not read for them"
+Through = Callable[[Iterator[TraceState]], Iterator[TraceState]]
 _MARKED = re.compile(rb'"is_error":\s*true')
 
 
 def _read_files(
-    root: Path, files: Sequence[tuple[Path, FileIngester | None]], report: IngestReport
+    root: Path,
+    files: Sequence[tuple[Path, FileIngester | None]],
+    report: IngestReport,
+    read_failures: Through | None = None,
 ) -> Iterator[TraceState]:
     seen: dict[tuple[str, int, str], Path] = {}
     with _progress([file for file, _ in files]) as bar:
@@ -140,7 +146,12 @@ def _read_files(
                 _pass_over(file, report)
             else:
                 name = file.relative_to(root).as_posix() if root.is_dir() else file.name
-                for state in ingester.states_of(Source(file, name, report, bar)):
+                states = ingester.states_of(Source(file, name, report, bar))
+                if read_failures and ingester.marks_failures:
+                    report.skipped[MARKS_ITSELF] += 1
+                elif read_failures:
+                    states = read_failures(states)
+                for state in states:
                     if len(files) > 1 and _is_copy(state, file, ingester.turn_fact, seen):
                         report.skipped["turn of a resumed copy"] += 1
                         continue
@@ -269,13 +280,15 @@ def ingest(
     sidechains: bool = False,
     exit_codes: bool = False,
     prompt: Prompts = "",
+    read_failures: Through | None = None,
     report: IngestReport | None = None,
 ) -> Iterator[TraceState]:
     """The states of a log, or of every log under a folder. `report` is filled as the states are taken.
 
     `format`: a name in `INGESTERS`, or `auto` to recognise each file. `sidechains`: also take what sub-agents
     did, in formats that tell them apart. `exit_codes`: a call that did not exit with 0 is an error site, in
-    formats that tell exit codes. `prompt`: what was asked, for logs that lack it. Raises ValueError for an
+    formats that tell exit codes. `prompt`: what was asked, for logs that lack it. `read_failures`: finds
+    failed calls in logs of formats that mark none, as `with_result_failures` does. Raises ValueError for an
     unknown `format`, when a single file has none (in a folder such a file is reported), and, once all is
     read, for a prompt that no log lacked.
     """
@@ -296,7 +309,8 @@ def ingest(
     if asked and not any(kind.takes_prompt for kind in made.values()):
         which = ", ".join(name for name, kind in known.items() if kind.takes_prompt) or "none here"
         raise ValueError(f"no log in {root} is of a format that can lack its prompt ({which}): leave it out")
-    states = _read_files(root, [(file, made.get(name)) for file, name in zip(files, formats)], report)
+    each = [(file, made.get(name)) for file, name in zip(files, formats)]
+    states = _read_files(root, each, report, read_failures)
     return asked.followed(states) if asked else states
 
 # %% ../../nbs/data/05_ingester.ipynb #made0000

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from typing import NamedTuple
 
-from .state import Message, ToolCall, ToolFailure, TraceState, content_text
-from .tools import session_of
+from .state import ToolCall, ToolFailure, TraceState, content_text
 
 # %% auto #0
-__all__ = ['SHELLS', 'READERS', 'RULES', 'command_of', 'programs', 'TextRule', 'failure_in', 'with_result_failures']
+__all__ = ['SHELLS', 'READERS', 'SHOWS', 'RULES', 'command_of', 'Ran', 'pipelines', 'TextRule', 'stated_code', 'failure_in',
+           'with_result_failures']
 
 # %% ../../nbs/data/09_result_text.ipynb #rst007
 SHELLS = {
@@ -23,12 +23,24 @@ SHELLS = {
     "shell": "command", "shell_command": "command", "exec_command": "cmd", "local_shell": "command",
 }  # fmt: skip
 READERS = frozenset(
-    "ag awk base64 bat cat cut diff echo egrep fgrep grep head hexdump jq journalctl less more nl od printf"
-    " rg sed sort strings tail tee tr tree uniq xxd zcat yq".split()
+    "ag awk base64 bat bzcat cat column cut diff dmesg echo egrep fgrep find fold grep gunzip head hexdump jq"
+    " journalctl less ls more nl od paste printf pwd rg sed shuf sort split ssh strings tac tail tee tr tree"
+    " uniq wc xxd xzcat yq zcat zgrep zless".split()
 )
-_SILENT = frozenset("cd export ls popd pushd pwd set source".split())
-_WRAPPERS = frozenset("command env exec nice nohup stdbuf sudo time timeout xargs".split())
-_BETWEEN = re.compile(r"[|&;()]+")
+SHOWS = {  # programs that print texts of others when one of these words stands behind them
+    "docker": {"logs"}, "podman": {"logs"}, "kubectl": {"logs", "describe"}, "heroku": {"logs"},
+    "gh": {"run", "pr", "issue", "api"}, "systemctl": {"status"}, "perl": {"-ne", "-pe", "-nle", "-ple"},
+    "ruby": {"-ne", "-pe"}, "git": {"show", "log", "grep", "diff", "blame", "cat-file", "stash"},
+}  # fmt: skip
+_SILENT = frozenset(
+    ": [ [[ cd chmod cp export ln mkdir mv popd pushd rm set sleep source test touch true unset".split()
+)
+_WRAPPERS = {  # and their options that take a value
+    "command": "", "env": "uCS", "exec": "a", "ionice": "cnp", "nice": "n", "nohup": "", "stdbuf": "ioe",
+    "sudo": "ughCpT", "time": "fo", "timeout": "sk", "xargs": "adEILnPs",
+}  # fmt: skip
+_CHOICES, _OPENERS = frozenset("if while until case select !".split()), frozenset("do { then else".split())
+_BETWEEN, _LONGEST_COMMAND = re.compile(r"[|&;()]+"), 8_000
 
 
 def command_of(call: ToolCall) -> str | None:
@@ -41,24 +53,62 @@ def command_of(call: ToolCall) -> str | None:
     return given if isinstance(given, str) else None
 
 # %% ../../nbs/data/09_result_text.ipynb #rst008
-def programs(command: str) -> list[str]:
-    """Names of what a command runs, in order; none where it cannot be split, or provides for a failure."""
-    words = shlex.shlex(command.replace("\n", " ; "), posix=True, punctuation_chars="|&;()")
+class Ran(NamedTuple):
+    "A program in a command, and whether it prints texts of others there."
+
+    name: str
+    shows: bool
+
+
+def pipelines(command: str) -> list[list[Ran]]:
+    """What a command runs, pipeline by pipeline; nothing where it cannot be split, is too long, or provides
+    for a failure.
+    """
+    joined = re.sub(r"^\s*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
+    joined = re.sub(r"\d?>&\d?-?|&>>?", " > ", joined)  # where output goes is no end of a command
+    words = shlex.shlex(joined.replace("\n", " ; "), posix=True, punctuation_chars="|&;()")
     words.whitespace_split, words.commenters = True, ""
     try:
-        parts = list(words)
+        parts = list(words) if len(joined) <= _LONGEST_COMMAND else []
     except ValueError:
         return []
     if "||" in parts or "<<" in command:
         return []
-    found, fresh = list[str](), True
-    for word in parts:
-        if _BETWEEN.fullmatch(word):
-            fresh = True
-        elif fresh and not (re.match(r"\w+=|-|\d", word) or word in _WRAPPERS):
-            found.append(word.rpartition("/")[2])
-            fresh = False
-    return found
+    found, part = [list[Ran]()], list[str]()
+    for word in [*parts, ";"]:
+        if not _BETWEEN.fullmatch(word):
+            part.append(word)
+            continue
+        ran = _ran(part)
+        if ran is None:
+            return []
+        found[-1] += ran
+        found, part = found if word in ("|", "|&") or not found[-1] else [*found, []], []
+    return [one for one in found if one]
+
+# %% ../../nbs/data/09_result_text.ipynb #rst008b
+def _ran(part: list[str]) -> list[Ran] | None:
+    "What the words of one part run; None where it provides for a failure."
+    words, wrapped = list(part), ""
+    while words:
+        word = words[0]
+        if word in _CHOICES and not wrapped:
+            return None
+        if word == "for":
+            return []
+        valued = wrapped and len(word) == 2 and word[0] == "-" and word[1] in _WRAPPERS[wrapped]
+        if not (word in _OPENERS or word in _WRAPPERS or re.match(r"\w+=|-|[\d.]+[smhd]?$", word)):
+            break
+        wrapped = word if word in _WRAPPERS else wrapped
+        words = words[2 if valued else 1 :]
+    if not words or words[0] in ("}", "done", "fi", "esac"):
+        return []
+    name, rest = words[0].rpartition("/")[2], words[1:]
+    if name in ("bash", "sh", "zsh", "dash") and rest and re.fullmatch(r"-\w*c", rest[0]) and len(rest) > 1:
+        inner = pipelines(rest[1])
+        return [one for pipeline in inner[-1:] for one in pipeline] or None
+    shows = name in READERS or not SHOWS.get(name, set()).isdisjoint(rest)
+    return [Ran(name, shows)]
 
 # %% ../../nbs/data/09_result_text.ipynb #rst011
 @dataclass(frozen=True)
@@ -75,6 +125,7 @@ _SAYS = (
     "(?:No such file or directory|Permission denied|Is a directory|Not a directory|File exists"
     "|Directory not empty)"
 )
+_COUNTS = r"(?:\d+ [a-z]+, )*[1-9]\d* (?:failed|errors?)(?:, \d+ [a-z]+)* in [\d.]+s(?: \([\d:]+\))?"
 
 
 def _rule(name: str, pattern: str, lines: int = 1, own: bool = False) -> TextRule:
@@ -82,49 +133,81 @@ def _rule(name: str, pattern: str, lines: int = 1, own: bool = False) -> TextRul
 
 
 RULES = (
-    _rule("shell", r"^(?:/(?:usr/)?bin/)?(?:ba|z|da|k)?sh: (?:line )?(?:\d+: )*.{1,200}: "
+    _rule("shell", r"^-?(?:/(?:usr/)?bin/)?(?:ba|z|da|k)?sh: (?:line )?(?:\d+: )*.{1,200}: "
                    rf"(?:(?:command )?not found|syntax error.*|{_SAYS})$"),
     _rule("shell", r"^zsh: (?:command not found|no such file or directory): .{1,200}$"),
-    _rule("tool", rf"^([\w.+-]+): .{{1,300}}: {_SAYS}$", own=True),
-    _rule("tool", r"^([\w.+-]+): (?:unrecognized option|invalid option|missing|cannot) .{1,200}$", 2, True),
+    _rule("shell", r"^(?:Segmentation fault|Killed|Aborted|Bus error)(?: \(core dumped\))?$"),
+    _rule("tool", rf"^([\w.+-]+): .{{1,300}}: (?:{_SAYS}|command not found)$", own=True),
+    _rule("tool", r"^([\w.+-]+): (?:unrecognized option|invalid option|missing|cannot|\(\d+\)|failed to run"
+                  r"|fatal error) ?.{1,200}$", 2, True),
     _rule("exception", r"^(?!Warning)(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)(?:: .*)?$"),
-    _rule("exception", r"^\S*python[\d.]*: (?:can't open file|No module named) .*$"),
-    _rule("tests", r"^=+ .*\b[1-9]\d* (?:failed|errors?)\b.* in [\d.]+s.*=+$"
-                   r"|^FAILED \((?:failures|errors)=\d"),
-    _rule("tests", r"^Tests: +.*\b[1-9]\d* failed\b|^test result: FAILED\.|^FAIL(?:\t.*)?$", 4),
+    _rule("exception", r"^\S*python[\d.]*: (?:can't open file|No module named) .*$|^Node\.js v\d[\d.]*$"),
+    _rule("tests", rf"^(?:=+ )?{_COUNTS}(?: =+)?$|^FAILED \((?:failures|errors)=\d"),
+    _rule("tests", r"^ERROR: (?:file or directory )?not found: .*$|^ERROR: usage: .*$", 2),
+    _rule("tests", r"^Tests: +.*\b[1-9]\d* failed\b|^test result: FAILED\.|^FAIL(?:\t.*)?$"
+                   r"|^ *Test Files +[1-9]\d* failed\b", 6),
     _rule("git", r"^(?:fatal|error): .{1,300}$"),
-    _rule("build", r"^make(?:\[\d+\])?: \*\*\* .*$|^compilation terminated\.$|^\d+ errors? generated\."),
+    _rule("build", r"^make(?:\[\d+\])?: \*\*\* .*$|^compilation terminated\.$|^\d+ errors? generated\."
+                   r"|^collect2: (?:fatal )?error: .*$|^BUILD FAILED\b.*$"),
     _rule("build", r"^error(?:\[E\d{4}\])?: (?:could not compile|aborting due to) .*$", 3),
     _rule("build", r"^npm (?:ERR!|error) .*$|^\S+\(\d+,\d+\): error TS\d+: .*$", 3),
-    _rule("lint", r"^Found [1-9]\d* errors?\b.*$|^✖ \d+ problems? \([1-9]\d* errors?", 2),
-    _rule("exit", r"^\W?(?:Process |Command )?[Ee]xit(?:ed)?(?: with)?(?: code| status)?:? [1-9]\d{0,9}\W?$"),
+    _rule("build", r"^ERROR: (?:Could not|No matching|Failed|Invalid) .*$"
+                   r"|^E: (?:Unable|Could not|Failed) .*$", 2),
+    _rule("lint", r"^Found [1-9]\d* errors?\b(?! \(.*\b0 remaining).*$"
+                  r"|^✖ \d+ problems? \([1-9]\d* errors?", 2),
 )  # fmt: skip
 
 # %% ../../nbs/data/09_result_text.ipynb #rst012
 _LONGEST = 4_000  # characters of a result's end that are read
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")
+_HEAD = re.compile(r"(?:[^\n]{0,200}\n){0,4}?(?:Exit code:|Process exited with code) (-?\d{1,10})\n")
+_GEMINI = re.compile(r"^Exit Code: (-?\d{1,10})\nSignal: ", re.MULTILINE)
+_END = re.compile(
+    r"\W?(?:the )?(?:process |command |script )?(?:finished |completed |terminated |failed )?(?:exit(?:ed)?)?"
+    r"(?: ?with)?(?: exit)? ?(?:code|status):? (-?\d{1,10})\W{0,2}", re.IGNORECASE,
+)  # fmt: skip
+
+
+def stated_code(text: str) -> int | None:
+    "The exit code that an agent's program wrote above or below an output; None where it wrote none."
+    last = text.rstrip()[-_LONGEST:].rpartition("\n")[2]
+    head = _HEAD.match(text[:1000]) if "\nOutput:" in text[:1000] else None
+    found = head or _GEMINI.search(text[-_LONGEST:]) or (_END.fullmatch(last) if len(last) < 100 else None)
+    return int(found[1]) if found else None
 
 
 def failure_in(command: str, text: str, rules: Iterable[TextRule] = RULES) -> str | None:
-    """The name of the rule by which the output `text` of a shell `command` says that it failed, or None."""
-    ran = programs(command)
-    lines = [line.rstrip() for line in text[-_LONGEST:].splitlines() if line.strip()]
+    """The name of the rule by which the output `text` of a shell `command` says that it failed, or None.
+
+    An exit code that the text states decides (`exit`), but for what prints texts of others.
+    """
+    ran, end = pipelines(command), _COLOUR.sub("", text[-_LONGEST:])
+    lines = [line.rstrip() for line in end.splitlines() if line.strip()]
     if not ran or not lines:
         return None
+    spoke = next((one for one in reversed(ran) if not _SILENT.issuperset(part.name for part in one)), [])
+    shown = all(part.shows or part.name in _SILENT for part in spoke)
+    if (code := stated_code(text)) is not None and not shown:
+        return "exit" if code else None
+    names = {part.name for one in ran for part in one}
     for rule in rules:
         found = rule.pattern.search("\n".join(lines[-rule.lines :]))
-        if found and (rule.own and found[1] in ran or not rule.own and _may_speak(rule, ran, lines)):
+        own = rule.own and found and found[1] in names.union(_WRAPPERS)
+        if own or found and not rule.own and _may_speak(rule, spoke, shown, names, lines):
             return rule.name
     return None
 
-
-def _may_speak(rule: TextRule, ran: list[str], lines: list[str]) -> bool:
-    "Whether what ran can have failed in this way, and did not just print what something else wrote."
-    if rule.name == "git":
-        return ran[-1] == "git"
-    if READERS.union(_SILENT, ["git"]).issuperset(ran):  # then only a shell that does not find one of them
-        return rule.name == "shell" and any(f" {name}:" in lines[-1] for name in ran)
+# %% ../../nbs/data/09_result_text.ipynb #rst012b
+def _may_speak(
+    rule: TextRule, spoke: list[Ran], shown: bool, names: Container[str], lines: list[str]
+) -> bool:
+    "Whether what ran last can have failed in this way, and did not just print what something else wrote."
+    if shown:  # then only a shell that does not find one of them
+        return rule.name == "shell" and any(word in names for word in re.findall(r"[\w.+-]+", lines[-1])[1:])
+    if rule.name == "git" or spoke[0].name == "git":
+        return rule.name in ("git", "shell") and spoke[0] == Ran("git", False)
     traced = any(line.startswith(("Traceback (most", "  File \"")) for line in lines)
-    return rule.name != "exception" or traced or "python" in lines[-1]
+    return rule.name != "exception" or traced or "python" in lines[-1] or lines[-1].startswith("Node.js v")
 
 # %% ../../nbs/data/09_result_text.ipynb #rst015
 def with_result_failures(
@@ -132,19 +215,24 @@ def with_result_failures(
 ) -> Iterator[TraceState]:
     """The states, with the failures that results of shell commands tell of, of kind `result_text`.
 
-    The states of one session have to follow each other, as ingesters give them; those of one session are
-    held at a time. What a log marks as failed is left as it is.
+    For logs that mark no failures themselves, whose marks would be second-guessed else; `ingest` passes the
+    others by. States have to follow each other as ingesters give them. What is marked stays as it is.
     """
-    rules = tuple(rules)
-    for _, session in groupby(states, key=session_of):
-        held = list(session)
-        told = {key: text for state in held for key, text in _results(state.messages)}
-        for state in held:
-            marked = {failure.call.id for failure in state.failures}
-            calls = [call for call in state.student_action.tool_calls if call.id and call.id not in marked]
-            more = [ToolFailure(call, told[call.id], "result_text") for call in calls
-                    if call.id in told and _failed(call, told[call.id], rules)]  # fmt: skip
-            yield replace(state, failures=(*state.failures, *more)) if more else state
+    rules, before = tuple(rules), None
+    for state in states:
+        if before is not None:
+            yield _told(before, _results(before, state), rules)
+        before = state
+    if before is not None:
+        yield before
+
+
+def _told(state: TraceState, results: Mapping[str, str], rules: tuple[TextRule, ...]) -> TraceState:
+    marked = {failure.call.id for failure in state.failures}
+    calls = [call for call in state.student_action.tool_calls if call.id in results and call.id not in marked]
+    more = [ToolFailure(call, results[call.id], "result_text") for call in calls
+            if _failed(call, results[call.id], rules)]  # fmt: skip
+    return replace(state, failures=(*state.failures, *more)) if more else state
 
 
 def _failed(call: ToolCall, text: str, rules: tuple[TextRule, ...]) -> bool:
@@ -152,7 +240,16 @@ def _failed(call: ToolCall, text: str, rules: tuple[TextRule, ...]) -> bool:
     return command is not None and failure_in(command, text, rules) is not None
 
 
-def _results(messages: Iterable[Message]) -> Iterator[tuple[str, str]]:
-    for message in messages:
-        if message.get("role") == "tool" and message.get("tool_call_id"):
-            yield str(message["tool_call_id"]), content_text(message.get("content"))
+def _results(state: TraceState, after: TraceState) -> dict[str, str]:
+    "What the calls of a state brought, by id, where `after` goes on from it; the first result of each."
+    place, calls = len(state.messages), state.student_action.tool_calls
+    if not calls or len(after.messages) <= place or after.messages[place - 1] != state.messages[-1]:
+        return {}
+    said, found = after.messages[place], dict[str, str]()
+    if [call.get("id") for call in said.get("tool_calls") or ()] != [call.id for call in calls]:
+        return {}
+    for message in after.messages[place + 1 :]:
+        if message.get("role") != "tool":
+            break
+        found.setdefault(str(message.get("tool_call_id") or ""), content_text(message.get("content")))
+    return {id: text for id, text in found.items() if id}
