@@ -87,7 +87,9 @@ def test_from_a_folder_to_a_data_set(tmp_path, server):
         and "0.0000 reserved" in said
     )
     code, said, _ = replay("pairs", plan)
-    assert code == 0 and "threshold 2: 3 pair, 3 unlike <- this plan" in said
+    assert code == 0 and "threshold 2: 3 pair, 3 unlike; 0.17 pairs a call <- this plan" in said
+    assert "threshold 3: 6 below_threshold; 0.00 pairs a call\n" in said
+    assert said.count(" alone: ") == 3 and "tool alone: 3 pair, 3 unlike; 0.50 pairs a call\n" in said
     assert [p.n_teachers_agreeing for p in load_pairs(tmp_path / "pairs.jsonl")] == [2, 2, 2]
     code, said, _ = replay("export", plan, "--out", tmp_path / "data")
     rows = load_dataset(
@@ -162,6 +164,7 @@ def test_half_a_replay_says_so(tmp_path, server):
     plan.write_text(yaml.safe_dump(told))
     code, said, why = replay("pairs", plan)
     assert code == 3 and "4 questions have no reply yet" in why and "pairs.jsonl: 2 pairs" in said
+    assert said.count(" alone: ") == 2 and "0.25 pairs a call <- this plan" in said  # of what was asked so far
 
 
 def test_a_ceiling_ends_a_run_with_something_left(tmp_path, server):

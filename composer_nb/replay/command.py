@@ -21,6 +21,7 @@ import typer
 if TYPE_CHECKING:
     from composer_nb.replay.account import Estimate
     from composer_nb.replay.ledger import Ledger
+    from composer_nb.replay.pairs import PairReport
     from composer_nb.replay.plan import Recorded, ReplayPlan
     from composer_nb.traces import TraceState
 
@@ -302,25 +303,33 @@ def view(
         raise typer.Exit(LEFT)
 
 # %% ../../nbs/replay/51_command.ipynb #comma017
+def _yield(report: PairReport, calls: float) -> str:
+    "Outcomes of a rule, and pairs for each call that it takes; which of them are right it cannot say."
+    outcomes = ", ".join(f"{many} {name}" for name, many in report.outcomes.items() if many)
+    return f"{outcomes}; {report.outcomes['pair'] / calls if calls else 0:.2f} pairs a call"
+
+
 @app.command()
 @_refuses
 def pairs(plan: Annotated[Path, typer.Argument(help="YAML file of the replay")]) -> None:
     "Make pairs from the replies on disk; nobody is asked."
     from composer_nb.replay.dataset import save_pairs
-    from composer_nb.replay.plan import pair_table, pairs_of
+    from composer_nb.replay.plan import alone_table, pair_table, pairs_of
 
     told, states, found = _recorded(plan)
     count = save_pairs(pairs_of(told, states, found), told.pairs)
+    calls = {name: row["questions"] - row["no reply"] for name, row in found.rows.items()}
     for report in pair_table(told, states, found):
-        outcomes = ", ".join(f"{many} {name}" for name, many in report.outcomes.items() if many)
         mark = " <- this plan" if report.threshold == told.threshold else ""
-        typer.echo(f"threshold {report.threshold}: {outcomes}{mark}")
+        typer.echo(f"threshold {report.threshold}: {_yield(report, sum(calls.values()))}{mark}")
+    for name, report in alone_table(told, states, found).items():
+        typer.echo(f"{name} alone: {_yield(report, calls[name])}")
     typer.echo(f"{told.pairs}: {count} pairs")
     if found.missing:
         typer.echo(f"{found.missing} questions have no reply yet", err=True)
         raise typer.Exit(LEFT)
 
-
+# %% ../../nbs/replay/51_command.ipynb #comma017b
 @app.command()
 @_refuses
 def export(

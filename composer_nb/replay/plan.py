@@ -16,6 +16,7 @@ import yaml
 
 from ..redaction.personal import KINDS as PERSONAL
 from .asking import read_anew
+from .baselines import asked_only
 from .consensus import Consensus, consensus
 from .dialects import DIALECTS
 from .http_teacher import HTTPTeacher
@@ -35,7 +36,8 @@ from composer_nb.traces import (
 )
 
 # %% auto #0
-__all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table', 'consensus_of']
+__all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table', 'alone_table',
+           'consensus_of']
 
 # %% ../../nbs/replay/50_plan.ipynb #planx006
 @dataclass(frozen=True)
@@ -239,10 +241,22 @@ def pairs_of(plan: ReplayPlan, states: Sequence[TraceState], found: Recorded) ->
         tokenizer = load_model(plan.student)[1]
     return extract_dpo_pairs(states, found.actions, plan.threshold, tokenizer=tokenizer, **_vote(plan, found))
 
-
+# %% ../../nbs/replay/50_plan.ipynb #planx016b
 def pair_table(plan: ReplayPlan, states: Sequence[TraceState], found: Recorded) -> list[PairReport]:
     "How many states had which outcome, at each threshold up to the number of teachers."
     return consensus_table(states, found.actions, range(1, len(found.rows) + 1), **_vote(plan, found))
+
+
+def alone_table(
+    plan: ReplayPlan, states: Sequence[TraceState], found: Recorded
+) -> dict[str, PairReport]:
+    "The same for each teacher that acted, as if nobody else had been asked: what agreement is held against."
+    made = {}
+    for name, row in found.rows.items():
+        if row["actions"]:
+            vote = _vote(plan, found) | {"teachers": [name]}
+            made[name] = consensus_table(states, asked_only(found.actions, [name]), [1], **vote)[0]
+    return made
 
 
 def consensus_of(plan: ReplayPlan, state: TraceState, found: Recorded) -> Consensus:
