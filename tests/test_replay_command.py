@@ -164,7 +164,7 @@ def test_half_a_replay_says_so(tmp_path, server):
     plan.write_text(yaml.safe_dump(told))
     code, said, why = replay("pairs", plan)
     assert code == 3 and "4 questions have no reply yet" in why and "pairs.jsonl: 2 pairs" in said
-    assert said.count(" alone: ") == 2 and "0.25 pairs a call <- this plan" in said  # of what was asked so far
+    assert said.count(" alone: ") == 2 and "0.25 pairs a call <- this plan" in said
 
 
 def test_a_ceiling_ends_a_run_with_something_left(tmp_path, server):

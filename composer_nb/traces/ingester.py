@@ -43,10 +43,7 @@ class Ingester(Protocol):
 
 # %% ../../nbs/data/05_ingester.ipynb #c008-4ab777
 class FileIngester(ABC):
-    """What the formats share.
-
-    A subclass that gives its `format` in the class line is known to `ingest` from then on.
-    """
+    "What the formats share. A subclass that names its `format` in the class line is known to `ingest`."
 
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
     has_sidechains: ClassVar[bool] = False
@@ -158,7 +155,7 @@ def _read_files(
                     report.states += 1
                     yield state
 
-
+# %% ../../nbs/data/05_ingester.ipynb #readfil1
 def _pass_over(file: Path, report: IngestReport) -> None:
     "Count a file of a side chain, and the failed calls in it."
     report.skipped["side chain file"] += 1

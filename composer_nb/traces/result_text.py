@@ -131,7 +131,7 @@ _COUNTS = r"(?:\d+ [a-z]+, )*[1-9]\d* (?:failed|errors?)(?:, \d+ [a-z]+)* in [\d
 def _rule(name: str, pattern: str, lines: int = 1, own: bool = False) -> TextRule:
     return TextRule(name, re.compile(pattern, re.MULTILINE), lines, own)
 
-
+# %% ../../nbs/data/09_result_text.ipynb #rst011b
 RULES = (
     _rule("shell", r"^-?(?:/(?:usr/)?bin/)?(?:ba|z|da|k)?sh: (?:line )?(?:\d+: )*.{1,200}: "
                    rf"(?:(?:command )?not found|syntax error.*|{_SAYS})$"),
@@ -239,7 +239,7 @@ def _failed(call: ToolCall, text: str, rules: tuple[TextRule, ...]) -> bool:
     command = command_of(call)
     return command is not None and failure_in(command, text, rules) is not None
 
-
+# %% ../../nbs/data/09_result_text.ipynb #rst015b
 def _results(state: TraceState, after: TraceState) -> dict[str, str]:
     "What the calls of a state brought, by id, where `after` goes on from it; the first result of each."
     place, calls = len(state.messages), state.student_action.tool_calls
