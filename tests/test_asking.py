@@ -383,5 +383,6 @@ def test_a_disk_that_fills_loses_no_answer(tmp_path):
         assert done.returncode == 0, done.stderr
         first, counted, *rest = done.stdout.splitlines()
         assert first.startswith("28 ") and "the disk is full" in first
-        assert counted == "4 0 False" and rest == ["12 0 False"]
+        kept, open_, room = counted.split()  # a fifth call may have begun before the disk was full
+        assert 4 <= int(kept) < 12 and (open_, room) == ("0", "False") and rest == ["12 0 False"]
         assert slow.requests("model")["vendor/ok"] == slow.billed("model")["vendor/ok"] == 12

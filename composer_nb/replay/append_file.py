@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..files import _sync_folder
+from .spill import Spill, not_yet_back, spilled_lines
 
 # %% auto #0
 __all__ = ['Item', 'encode_line', 'decode_line', 'LedgerInUse']
@@ -108,6 +109,9 @@ def _write_all(fd: int, data: bytes) -> None:
     os.fsync(fd)
 
 # %% ../../nbs/replay/07_append_file.ipynb #app019
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 class _Room:
     "Disk space that is held for lines to come, and let go when a line finds none."
 
@@ -124,19 +128,62 @@ class _Room:
 
     def give(self, error: OSError) -> bool:
         "Whether this was what the error lacked; it is free then."
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.path.exists():
+        if error.errno not in _FULL or not self.path.exists():
             return False
         self.path.unlink()
         return True
 
 # %% ../../nbs/replay/07_append_file.ipynb #app020
-class _File:
+class _Added:
+    "What is added to a file: on its disk, or, where that is full, on another."
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.room, self.spill = path, _Room(path), Spill(path)
+        self._fd, self._size, self.is_full = -1, 0, False
+
+    def append(self, data: bytes) -> None:
+        """On disk when this returns; on another one, for the next who opens the file, where there is no room.
+        An error leaves the file as it was, now or before the next line.
+        """
+        if self.spill.is_open:  # later lines stand behind earlier ones
+            return self.spill.append(data)
+        try:
+            self._put(data)
+        except OSError as error:
+            if not self.room.give(error):
+                self._spill(data, error)
+            self.is_full = True
+            return None if self.spill.is_open else self.append(data)
+
+    def _put(self, data: bytes) -> None:
+        if os.fstat(self._fd).st_size != self._size:
+            os.ftruncate(self._fd, self._size)
+        try:
+            _write_all(self._fd, data)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+    def _spill(self, data: bytes, error: OSError) -> None:
+        try:
+            if error.errno not in _FULL:
+                raise error
+            self.spill.append(data)
+        except OSError:
+            self.spill.close()
+            raise _unwritten(error, self.path) from error
+        told = f"{self.path}: the disk is full; what came is in {self.spill.path}"
+        warnings.warn(f"{told}, and back when there is room and the ledger is opened again", stacklevel=2)
+
+# %% ../../nbs/replay/07_append_file.ipynb #app020c
+class _File(_Added):
     "A locked file that is only appended to. `lines`: what it held when it was opened."
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._lock, self._fd, self.is_full = path, _locked(path), None, False
-        self.room = _Room(path)
+        super().__init__(path)
+        self._lock = _locked(path)
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             self._read()
@@ -144,30 +191,24 @@ class _File:
             self.close()
             raise
 
-    def append(self, data: bytes) -> None:
-        "On disk when this returns. An error leaves the file as it was, now or before the next line."
-        if os.fstat(self._fd).st_size != self._size:
-            os.ftruncate(self._fd, self._size)
-        try:
-            _write_all(self._fd, data)
-        except OSError as error:
-            os.ftruncate(self._fd, self._size)
-            if not self.room.give(error):
-                raise _unwritten(error, self.path) from error
-            self.is_full = True
-            return self.append(data)
-        self._size += len(data)
-
     def close(self) -> None:
+        self.spill.close()
         self.room.path.unlink(missing_ok=True)
-        if self._fd is not None:
+        if self._fd >= 0:
             os.close(self._fd)
         self._lock.release()
 
     def _read(self) -> None:
         self.lines, self._size, missing = _opened(self._fd, self.path)
-        self.append(missing)
+        waiting = not_yet_back(self.lines, spilled := spilled_lines(self.path))
+        try:
+            self._put(missing + b"".join(line + b"\n" for line in waiting))
+        except OSError as error:
+            raise _unwritten(error, self.path) from error
         _sync_folder(self.path.parent)
+        if spilled:
+            self.lines += waiting
+            self.spill.path.unlink()
 
 # %% ../../nbs/replay/07_append_file.ipynb #app020b
 def _opened(fd: int, path: Path) -> tuple[list[bytes], int, bytes]:

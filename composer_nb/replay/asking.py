@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from .budget import Budget
-from .ledger import Ledger, bill_of
+from .ledger import Ledger, bill_of, room_for
 from .protocol import Teacher, TeacherReply, TeacherRequest, TeacherStop
 from .received import Attempt
 
@@ -107,6 +107,7 @@ def ledgered_reply(
     the ledger cannot be written.
     """
     running: dict[str, asyncio.Task[TeacherReply]] = {}
+    ledger.set_room_aside(8 * room_for(teacher))
 
     async def reply(request: TeacherRequest) -> TeacherReply:
         if (known := ledger.find(request)) is not None and not was_busy(known):

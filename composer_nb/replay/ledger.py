@@ -24,9 +24,10 @@ from .bills import Bills, Booked
 from .budget import _PICO, _pico
 from .protocol import TeacherReply, TeacherRequest
 from .received import Attempt, attempt_record, record_attempt
+from .spill import not_yet_back, spilled_lines
 
 # %% auto #0
-__all__ = ['ROOM', 'OpenRequest', 'bill_of', 'NotRecorded', 'Recording', 'Ledger']
+__all__ = ['ROOM', 'OpenRequest', 'bill_of', 'NotRecorded', 'Recording', 'room_for', 'Ledger']
 
 # %% ../../nbs/replay/10_ledger.ipynb #c011-299b91
 @dataclass(frozen=True)
@@ -380,9 +381,15 @@ class _Corrects:
             return self._desk.amend(key, attempt, usd=float(usd), reason=reason).result()
 
 # %% ../../nbs/replay/10_ledger.ipynb #c025-bytes
-ROOM = 1 << 18  # bytes of the disk held for what one call in flight may bring
+ROOM = 1 << 18  # bytes of the disk held at least for what one call in flight may bring
+_TOKEN = 32  # bytes that a token may take: as it came and as it was read, each escaped
 
 
+def room_for(teacher: Any) -> int:
+    "Bytes of the disk for what a call of a teacher may bring; none where nothing comes over a wire."
+    return max(ROOM, (1 << 16) + _TOKEN * getattr(teacher, "max_tokens", 0)) if hasattr(teacher, "read") else 0
+
+# %% ../../nbs/replay/10_ledger.ipynb #c025-bytes-b
 class _Bytes:
     "What came over the wire: written, found again, and the room for it."
 
@@ -408,14 +415,14 @@ class _Bytes:
             found = self._books.received.last(key, self._numbers(key, is_open=False))
         return found and found[1]
 
-    def set_room_aside(self, calls: int) -> None:
-        """Hold disk space for the answers of so many calls at once, `ROOM` bytes each, until this is closed.
+    def set_room_aside(self, size: int) -> None:
+        """Hold so many bytes of the disk for the answers to calls in flight, until this is closed.
 
         On a disk that fills up they are written there, and then no further request is. Raises OSError when
         there is no room now.
         """
-        if (file := self._desk.writer.file) is not None:
-            file.room.hold(calls * ROOM)
+        if size and (file := self._desk.writer.file) is not None:
+            file.room.hold(size)
 
     def _numbers(self, key: str, is_open: bool) -> list[int]:
         every = range(1, self._books.attempts[key] + 1)
@@ -439,7 +446,8 @@ def _loaded(books: _Books, path: Path | None, offline: bool) -> _File | None:
         if path is None:
             raise ValueError("an offline ledger needs the path of a recorded one")
         lines, tail = _split(path.read_bytes(), path)
-        _load(books, lines + [tail] if _whole(tail) else lines, path)
+        lines += [tail] if _whole(tail) else []
+        _load(books, lines + not_yet_back(lines, spilled_lines(path)), path)
         return None
     if path is None:
         return None

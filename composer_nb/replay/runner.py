@@ -24,7 +24,7 @@ from .account import Estimate, Replay, _Account
 from .asking import NotWritten, ask_and_keep, read_again, was_refused
 from .budget import Budget
 from .gate import Ask, AskAll, Gate, Plan, Planner
-from .ledger import Ledger, bill_of
+from .ledger import Ledger, bill_of, room_for
 from .protocol import Teacher, TeacherReply, TeacherRequest, TeacherStop
 from ..traces import TraceState
 
@@ -82,7 +82,7 @@ class _Caller:
         places = {teacher.name: concurrency or count for teacher, count in zip(teachers, own)}
         self.places = {name: asyncio.Semaphore(count) for name, count in places.items()}
         self.width = 2 * sum(places.values())
-        ledger.set_room_aside(sum(places.values())) if any(hasattr(t, "read") for t in teachers) else None
+        ledger.set_room_aside(sum(room_for(teacher) * places[teacher.name] for teacher in teachers))
         self.tasks: dict[str, asyncio.Task[TeacherReply | _NoReply]] = {}
 
     async def ask(self, ask: Ask, state_id: str) -> TeacherReply | _NoReply:
