@@ -142,9 +142,7 @@ class _Added:
         self._fd, self._size, self.is_full = -1, 0, False
 
     def append(self, data: bytes) -> None:
-        """On disk when this returns; on another one, for the next who opens the file, where there is no room.
-        An error leaves the file as it was, now or before the next line.
-        """
+        "On disk when this returns, on another where there is no room. An error leaves the file as it was."
         if self.spill.is_open:  # later lines stand behind earlier ones
             return self.spill.append(data)
         try:
