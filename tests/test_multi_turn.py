@@ -245,6 +245,39 @@ def test_no_number_keeps_the_host_busy(tool, arguments, says):
     assert says in worlds.call(Call(tool, arguments)) and time.perf_counter() - began < 2
 
 
+def test_a_call_that_its_tool_refuses_is_a_fault_of_its_answer_and_changes_no_verdict():
+    family = MultiTurn("base")
+    entry = next(e for e in load_multi_turn("base") if "GorillaFileSystem" in e.classes)
+    say = lambda name, **arguments: json.dumps({"name": name, "arguments": arguments})  # noqa: E731
+    faults = {
+        say("cd", folder="no_such_folder"): "execution_error",
+        say("cd", place="here"): "bad_arguments",
+        say("touch"): "bad_arguments",
+        say("ls"): None,
+        f"[{say('ls')}, {say('cat', file_name='no_such_file')}]": "execution_error",
+        say("nothing_of_the_kind"): "unknown_tool",
+    }
+    episode = family.episode(entry)
+    for text, kind in faults.items():
+        turn = episode.step(text)
+        assert (turn.fault and turn.fault.kind) == kind and turn.right == (kind is None)
+        assert kind is None or "no_such" in turn.fault.text or turn.fault.kind != "execution_error"
+    for answer in family.reference(entry):
+        assert episode.step(answer).right  # what failed before is no fault of these
+    assert episode.done and len(episode.turns) == len(faults) + len(family.reference(entry))
+    plain = family.episode(entry)
+    for answer in family.reference(entry):
+        plain.step(answer)
+    assert plain.outcome().solved and plain.outcome().reward == 1
+
+
+@pytest.mark.parametrize("category", ["base", "miss_func", "miss_param", "long_context"])
+def test_no_call_of_a_solution_is_refused(category):
+    family = MultiTurn(category)
+    for entry in load_multi_turn(category):
+        assert not [turn.fault for turn in run(family, entry, family.reference(entry)).turns if turn.fault]
+
+
 def test_an_episode_without_end_is_ended():
     entry = ENTRIES[0]
     episode, answers = MultiTurnEpisode(entry, most=3), 0

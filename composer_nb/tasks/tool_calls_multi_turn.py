@@ -23,8 +23,8 @@ from .tool_calls import data_folder
 # %% auto #0
 __all__ = ['Category', 'LARGEST', 'LARGEST_NUMBER', 'LONGEST', 'TEXTS', 'Entry', 'parsed_call', 'backends', 'documented',
            'arguments_in_order', 'tool_lines', 'load_multi_turn', 'Worlds', 'Mistake', 'missing_responses',
-           'turn_fault', 'first_mistake', 'calls_in', 'tools_text', 'Conversation', 'MultiTurnEpisode', 'MultiTurn',
-           'miscalled']
+           'turn_fault', 'first_mistake', 'calls_in', 'tools_text', 'Conversation', 'refused', 'MultiTurnEpisode',
+           'MultiTurn', 'miscalled']
 
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000006
 Category = Literal["base", "miss_func", "miss_param", "long_context"]
@@ -269,6 +269,33 @@ class Conversation:
         self.called = False
         return Fault("wrong_effect", TEXTS[kind]) if kind else None
 
+# %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt0000r1
+_RAISED = "Error during execution: "
+
+
+def refused(calls: Sequence[Call], replies: Sequence[str], worlds: Worlds) -> Fault | None:
+    "The first call that its tool answered with an error: arguments that do not fit, or what went wrong."
+    for call, reply in zip(calls, replies, strict=True):
+        raised = reply.startswith(_RAISED)
+        if raised and _misfits(call, documented(worlds.owner[call.name])[call.name]["parameters"]):
+            return Fault("bad_arguments", f"{call.name}: {reply.removeprefix(_RAISED)}")
+        if raised or _says_error(reply):
+            return Fault("execution_error", f"{call.name}: {reply.removeprefix(_RAISED)}")
+    return None
+
+
+def _misfits(call: Call, asked: Mapping[str, Any]) -> bool:
+    "Whether the names of a call's arguments are not those of its tool."
+    return not set(asked.get("required", ())) <= set(call.arguments) <= set(asked.get("properties", ()))
+
+
+def _says_error(reply: str) -> bool:
+    try:
+        said = json.loads(reply)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and bool(said.get("error"))
+
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt000017
 class MultiTurnEpisode:
     "A conversation as an episode; at most `most` answers are taken per request."
@@ -291,18 +318,18 @@ class MultiTurnEpisode:
             raise RuntimeError("the episode is done: all requests were answered")
         number, found = self.talk.number, calls_in(text, self.talk.mine)
         fault, calls = (found, []) if isinstance(found, Fault) else (None, found)
-        reply = fault.text if fault else "\n".join(self.talk.run(calls))
-        self._answers += 1
-        ends = not (calls or fault) or self._answers >= self.most
+        replies = self.talk.run(calls)
+        reply = fault.text if fault else "\n".join(replies)
+        fault = fault or refused(calls, replies, self.talk.mine)
+        self._answers, ends = self._answers + 1, not (calls or fault) or self._answers + 1 >= self.most
         if ends:
             fault, self._answers = self.talk.end_turn() or fault, 0
-        call = calls[0] if calls else None
-        self.turns.append(Turn(self.entry.requests[number], text, call, reply, fault, number=number))
-        self._messages.append({"role": "assistant", "content": text})
-        if not self.done:
-            asked = f"Request: {self.entry.requests[self.talk.number]}" if ends else ""
-            content = "\n".join(filter(None, [f"Output: {reply or '(none)'}", asked]))
-            self._messages.append({"role": "user", "content": content})
+        call, request = calls[0] if calls else None, self.entry.requests[number]
+        self.turns.append(Turn(request, text, call, reply, fault, number=number))
+        asked = [f"Request: {self.entry.requests[self.talk.number]}"] if ends and not self.done else []
+        content = "\n".join([f"Output: {reply or '(none)'}", *asked])
+        said = [("assistant", text), ("user", content)][: 1 if self.done else 2]
+        self._messages += [{"role": role, "content": words} for role, words in said]
         return self.turns[-1]
 
     def outcome(self) -> Outcome:
