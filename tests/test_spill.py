@@ -2,15 +2,16 @@
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.drills.small_disk import SmallDisk
 from composer_nb.replay.append_file import _File, encode_line
 from composer_nb.replay.ledger import ROOM, Ledger, room_for
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest
@@ -188,19 +189,24 @@ with Ledger(folder / "l.jsonl") as ledger:
 
 @pytest.mark.parametrize("room", [0, 100_000])
 def test_answers_larger_than_the_room_outlive_a_full_disk(tmp_path, room):
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("no right to mount a small file system")
-    script, disk = tmp_path / "big.py", tmp_path / "disk"
+    if reason := SmallDisk.reason():
+        pytest.skip(reason)
+    script = tmp_path / "big.py"
     script.write_text(BIG)
-    disk.mkdir()
-    run = f"mount -t tmpfs -o size=3m tmpfs {disk} && {sys.executable} -W ignore {script} {disk} {room}"
-    own = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", run], capture_output=True, text=True, timeout=100, env=own
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"refused {errno.ENOSPC}", "2 1 0.02", "2 1 True"]
+    with SmallDisk(3) as disk:
+        words = [sys.executable, "-W", "ignore", str(script), str(disk.folder), str(room)]
+        own = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+        said, wrong = disk.run(words, text=True, env=own, stdout=PIPE, stderr=PIPE).communicate(timeout=100)
+    assert said.splitlines() == [f"refused {errno.ENOSPC}", "2 1 0.02", "2 1 True"], wrong
     assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_who_asks_for_less_room_takes_none_from_who_asked_for_more(tmp_path):
+    with Ledger(tmp_path / "replay.jsonl") as ledger:
+        for size, held in ((1000, 1000), (10, 1000), (3000, 3000), (2000, 3000)):
+            ledger.set_room_aside(size)
+            assert (tmp_path / "replay.jsonl.room").stat().st_size == held
+    assert not (tmp_path / "replay.jsonl.room").exists()
 
 
 def test_an_offline_reader_sees_what_waits(tmp_path, full):

@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..files import _sync_folder
-from .spill import Spill, not_yet_back, spilled_lines
+from .spill import Spill, not_yet_back, spilled_lines, write_all
 
 # %% auto #0
 __all__ = ['Item', 'encode_line', 'decode_line', 'LedgerInUse']
@@ -101,13 +101,6 @@ def _unwritten(error: OSError, path: Path) -> OSError:
     why = f"{error.strerror}; nothing more is asked until the ledger can be written"
     return OSError(error.errno, why, str(path))
 
-
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest):]
-    os.fsync(fd)
-
 # %% ../../nbs/replay/07_append_file.ipynb #app019
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -116,10 +109,13 @@ class _Room:
     "Disk space that is held for lines to come, and let go when a line finds none."
 
     def __init__(self, path: Path) -> None:
-        self.path = path.with_name(path.name + ".room")
+        self.path, self.held = path.with_name(path.name + ".room"), 0
 
     def hold(self, size: int) -> None:
-        "So many bytes. Raises OSError when there is no room."
+        "So many bytes, unless as many are held already. Raises OSError when there is no room."
+        if size <= self.held and self.path.exists():
+            return
+        self.held = size = max(size, self.held)  # who asks for less must not take from who asked for more
         with open(self.path, "wb") as out:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(out.fileno(), 0, size)
@@ -157,7 +153,7 @@ class _Added:
         if os.fstat(self._fd).st_size != self._size:
             os.ftruncate(self._fd, self._size)
         try:
-            _write_all(self._fd, data)
+            write_all(self._fd, data)
         except OSError:
             os.ftruncate(self._fd, self._size)
             raise

@@ -107,7 +107,6 @@ def ledgered_reply(
     the ledger cannot be written.
     """
     running: dict[str, asyncio.Task[TeacherReply]] = {}
-    ledger.set_room_aside(8 * room_for(teacher))
 
     async def reply(request: TeacherRequest) -> TeacherReply:
         if (known := ledger.find(request)) is not None and not was_busy(known):
@@ -119,6 +118,7 @@ def ledgered_reply(
     async def ask(request: TeacherRequest) -> TeacherReply:
         if (read := await read_again(teacher, request, ledger)) is not None:
             return read
+        ledger.set_room_aside(8 * room_for(teacher))  # of as many at once as a replay asks; once is enough
         if not budget.reserve(worst := teacher.worst_case_usd(request)):
             return TeacherReply(request.key, teacher.name, None, "skipped", "budget", cost_usd=0.0)
         attempt = await ledger.request(request, worst)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['spill_path', 'Spill', 'spilled_lines', 'not_yet_back']
+__all__ = ['spill_path', 'write_all', 'Spill', 'spilled_lines', 'not_yet_back']
 
 # %% ../../nbs/replay/07_spill.ipynb #spl006
 def spill_path(path: Path) -> Path:
@@ -22,6 +22,14 @@ def spill_path(path: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"composer_nb-{name}.spill"
 
 
+def write_all(fd: int, data: bytes) -> None:
+    "On disk when this returns."
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.fsync(fd)
+
+# %% ../../nbs/replay/07_spill.ipynb #spl006b
 class Spill:
     "Lines beside a file, until it has room again."
 
@@ -39,10 +47,7 @@ class Spill:
             fd = os.open(self.path, flags, 0o600)
             self._size, self._fd = _own_size(fd, self.path), fd
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-            os.fsync(self._fd)
+            write_all(self._fd, data)
         except OSError:
             os.ftruncate(self._fd, self._size)
             raise
