@@ -149,7 +149,7 @@ model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cac
 	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
 
 .PHONY: environments
-environments: env-verl env-monarch ## make both, for the tests of parity
+environments: env-verl env-monarch env-vllm ## make all, for the tests of parity
 
 .PHONY: env-verl
 env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache
@@ -158,6 +158,10 @@ env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache
 .PHONY: env-monarch
 env-monarch: $(CORE_STAMP) ## make the environment of Monarch, once, in the user cache
 	@$(VENV)/bin/composer-nb env make monarch
+
+.PHONY: env-vllm
+env-vllm: $(CORE_STAMP) ## make the environment of vLLM, once, in the user cache
+	@$(VENV)/bin/composer-nb env make vllm
 
 .PHONY: help
 help: ## list targets

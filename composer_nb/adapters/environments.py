@@ -74,6 +74,14 @@ ENVIRONMENTS = {
             ("HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE", "10s"),
         ),
     ),
+    "vllm": Environment(
+        "vllm", _HERE / "vllm.txt",
+        beside=("PIL", "openai", "psutil", "requests", "uvicorn", "zmq"),
+        settings=(  # GiB for its cache; threads go where the system puts them; nothing is reported home
+            ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            ("VLLM_NO_USAGE_STATS", "1"),
+        ),
+    ),
 }  # fmt: skip
 
 # %% ../../nbs/frameworks/50_environments.ipynb #ev000009

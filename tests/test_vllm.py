@@ -1,0 +1,180 @@
+"""vLLM: a top-k teacher is exact on what it reads; a worker refuses before it touches anything; a server
+that was killed is given its weights again; one that cannot start says why.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from composer_nb.adapters.environments import make_environment, run_in
+from composer_nb.adapters.vllm_client import check_logprobs
+from composer_nb.adapters.vllm_server import ServerDied, serve
+from composer_nb.adapters.vllm_teacher import Served, _read, teacher_logits
+from composer_nb.adapters.vllm_weights import Announced, FolderWeights, leave_weights, read_weights
+from composer_nb.loss.channels import distillation_channel
+from composer_nb.loss.config import HintOptions
+
+
+def named_by(logits: torch.Tensor, k: int) -> Served:
+    "What a server with these logits would name."
+    top = logits.log_softmax(-1).topk(k, -1)
+    return Served(top.values, top.indices, top.values[:, 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999), k=st.integers(1, 12), spread=st.sampled_from([0.01, 1.0, 6.0, 30.0]),
+    beta=st.sampled_from([0.0, 0.5, 1.0]), tail=st.booleans(),
+)  # fmt: skip
+def test_served_entries_give_the_loss_and_gradient_of_all_logits(
+    seed: int, k: int, spread: float, beta: float, tail: bool
+) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    teacher = (torch.randn(5, 12, generator=draws) * spread).double()
+    student = torch.randn(5, 12, generator=draws).double()
+    options = HintOptions(
+        alpha_sdpo=1.0, sdpo_jsd_beta=beta, sdpo_top_k=k, sdpo_top_k_source="teacher", sdpo_tail=tail
+    )
+    found = []
+    for logits in (teacher, teacher_logits(named_by(teacher, k), 12)):
+        s = student.clone().requires_grad_()
+        loss = distillation_channel(s, logits, torch.zeros(5, dtype=torch.long), options)
+        loss.backward()
+        found.append((loss.detach(), s.grad))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), k=st.integers(1, 12), spread=st.sampled_from([0.0, 1.0, 50.0]))
+def test_its_k_likeliest_are_the_servers(seed: int, k: int, spread: float) -> None:
+    teacher = torch.randn(4, 12, generator=torch.Generator().manual_seed(seed)) * spread
+    served = named_by(teacher, k)
+    again = teacher_logits(served, 12).topk(k, -1)
+    assert (again.indices.sort(-1).values == served.ids.sort(-1).values).all()
+    torch.testing.assert_close(again.values.sort(-1).values, served.logprobs.sort(-1).values)
+
+
+def test_an_empty_answer_has_no_rows() -> None:
+    empty = Served(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.long), torch.zeros(0))
+    assert teacher_logits(empty, 7).shape == (0, 7)
+
+
+def entry(value: float | None, rank: int) -> dict[str, Any]:
+    return {"logprob": value, "rank": rank}
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ([None, {"5": entry(-1.0, 1)}], "2 places scored of 3"),
+        (None, "0 places scored of 3"),
+        ([None, {"5": entry(-1.0, 1)}, {"9": entry(-1.0, 1)}], "without its own token 6"),
+        ([None, {"5": entry(-1.0, 1)}, {"6": entry(float("nan"), 1)}], "usable entries"),
+        ([None, {"5": entry(None, 1)}, {"6": entry(-1.0, 1)}], "usable entries"),
+    ],
+)
+def test_a_reply_that_lacks_something_is_an_error(said: Any, what: str) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        _read(said, [4, 5, 6], 1, 1)
+
+
+def test_the_given_token_counts_only_where_it_is_likely() -> None:
+    place = {"6": entry(-9.0, 40), "1": entry(-0.5, 1), "2": entry(-1.5, 2)}
+    served = _read([None, place], [4, 6], 1, 2)
+    assert served.ids.tolist() == [[1, 2]] and served.given.tolist() == [-9.0]
+
+
+class Counted(FolderWeights):
+    "The worker's half, with what it would do to a model counted."
+
+    def __init__(self) -> None:
+        self.model, self.taken = nn.Linear(2, 2), 0
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.taken += 1
+
+
+@pytest.mark.parametrize("odd", ["missing", "renamed", "short", "elsewhere", "torn"])
+def test_a_worker_refuses_before_anything_is_touched(odd: str, tmp_path: Path) -> None:
+    worker = Counted()
+    worker.init_transfer_engine(worker.parse_init_info({"folder": str(tmp_path)}))
+    told = leave_weights(tmp_path, worker.model.named_parameters(), "a-1")
+    worker.update_weights(vars(told))
+    assert worker.taken == 1
+    if odd == "missing":
+        (tmp_path / told.file).unlink()
+    if odd == "renamed":
+        (tmp_path / told.file).rename(tmp_path / "weights-a-2.safetensors")
+        told = Announced("weights-a-2.safetensors", "a-2", 2)
+    if odd == "short":
+        leave_weights(tmp_path, list(worker.model.named_parameters())[:1], "a-1")
+    if odd == "elsewhere":
+        told = Announced(f"../{tmp_path.name}/{told.file}", "a-1", 2)
+    if odd == "torn":
+        (tmp_path / told.file).write_bytes((tmp_path / told.file).read_bytes()[:-9])
+    worker.start_weight_update()
+    with pytest.raises(Exception, match=r"is not there|holds|is no name|header|Header"):
+        worker.update_weights(vars(told))
+    worker.finish_weight_update()
+    assert worker.taken == 1
+
+
+def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    def breaks() -> Any:
+        yield "weight", torch.zeros(2)
+        raise OSError("the trainer's disk")
+
+    with pytest.raises(OSError, match="disk"):
+        leave_weights(tmp_path, breaks(), "a-1")
+    with pytest.raises(ValueError, match="letters, digits and hyphens"):
+        leave_weights(tmp_path, [], "../a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_come_back_to_the_bit(tmp_path: Path) -> None:
+    held = {"a": torch.randn(3, 2).T, "b": torch.randn(4).bfloat16(), "c": torch.zeros(0)}
+    told = leave_weights(tmp_path, held.items(), "x")
+    again = dict(read_weights(tmp_path, told))
+    assert again.keys() == held.keys() and all(torch.equal(again[n], held[n]) for n in held)
+    assert again["b"].dtype == torch.bfloat16
+
+
+def test_log_probs_may_be_left_out_for_empty_answers() -> None:
+    check_logprobs({"completion_ids": [[]], "logprobs": [[]]})
+
+
+def test_the_engine_has_all_that_vllm_asks_of_one() -> None:
+    code = """
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+from vllm.plugins import load_general_plugins
+load_general_plugins(); load_general_plugins()
+from composer_nb.adapters.vllm_weights import register
+register()
+made = Factory._registry["composer_folder"]()
+print("abstract:", sorted(made.__abstractmethods__))
+"""
+    said = run_in(make_environment("vllm"), ["-W", "ignore", "-c", code]).stdout
+    assert "abstract: []" in said
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "nobody-knows"}))
+    with pytest.raises(ServerDied, match="nobody-knows"), serve(str(tmp_path / "model"), folder=tmp_path):
+        raise AssertionError("it started")
+
+
+def test_a_server_that_was_killed_is_given_its_weights_again(tmp_path: Path) -> None:
+    words = ["-W", "ignore", "-m", "composer_nb.drills.vllm_kill", str(tmp_path)]
+    run_in(make_environment("vllm"), words, OMP_NUM_THREADS="1")
+    told = SimpleNamespace(**json.loads((tmp_path / "kill.json").read_text()))
+    assert told.moved > 0.05 and max(told.began, told.sent, told.back) < 1e-4
+    assert (told.again, told.heard, told.answers, told.version) == (1, 1, 4, True)
