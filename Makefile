@@ -163,6 +163,10 @@ env-monarch: $(CORE_STAMP) ## make the environment of Monarch, once, in the user
 env-vllm: $(CORE_STAMP) ## make the environment of vLLM, once, in the user cache
 	@$(VENV)/bin/composer-nb env make vllm
 
+.PHONY: env-prime-rl
+env-prime-rl: $(CORE_STAMP) ## make the environment of PRIME-RL, once; PRIME_RL_SRC may name a copy of its repository
+	@$(VENV)/bin/composer-nb env make prime_rl
+
 .PHONY: help
 help: ## list targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \

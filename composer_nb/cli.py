@@ -240,7 +240,7 @@ app.add_typer(environments, name="env")
 
 
 @environments.command("make")
-def make_env(name: Annotated[str, typer.Argument(help="verl, monarch, vllm")]) -> None:
+def make_env(name: Annotated[str, typer.Argument(help="verl, monarch, vllm, prime_rl")]) -> None:
     "Make an environment in the user cache, once; say its size and how long it took."
     from composer_nb.adapters.environments import EnvironmentMissing, cost_of, make_environment
 

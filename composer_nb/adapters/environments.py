@@ -26,8 +26,8 @@ from ..files import write_text
 from ..models import cache_dir
 
 # %% auto #0
-__all__ = ['STAMP', 'ENVIRONMENTS', 'EnvironmentMissing', 'Environment', 'require_beside', 'make_environment', 'cost_of',
-           'variables', 'run_in']
+__all__ = ['STAMP', 'ENVIRONMENTS', 'EnvironmentMissing', 'Source', 'Environment', 'require_beside', 'make_environment',
+           'cost_of', 'variables', 'run_in']
 
 # %% ../../nbs/frameworks/50_environments.ipynb #ev000006
 STAMP = "made.json"
@@ -38,23 +38,43 @@ class EnvironmentMissing(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Source:
+    "A framework that is on git only: where, at which commit, and which of its folders hold packages."
+
+    url: str
+    commit: str
+    packages: tuple[str, ...]
+    variable: str  # names another repository, such as a copy on this disk
+
+# %% ../../nbs/frameworks/50_environments.ipynb #ev000006b
+@dataclass(frozen=True)
 class Environment:
-    "Packages of one framework: `pins` is a requirements file, `beside` names modules that are not in it."
+    """Packages of one framework: `pins` is a requirements file, `beside` names modules that are not in it,
+    `over` another environment that it is put over.
+    """
 
     name: str
     pins: Path
     beside: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
+    source: Source | None = None
+    over: str = ""
 
     @property
     def folder(self) -> Path:
         "Where it is, or would be."
-        key = hashlib.sha256(self.pins.read_bytes() + sys.version.encode()).hexdigest()[:12]
-        return cache_dir() / f"{self.name}-{key}"
+        said = self.pins.read_bytes() + sys.version.encode() + repr(self.source or "").encode()
+        return cache_dir() / f"{self.name}-{hashlib.sha256(said).hexdigest()[:12]}"
 
     @property
     def made(self) -> bool:
         return (self.folder / STAMP).is_file()
+
+    @property
+    def paths(self) -> list[Path]:
+        "What a process in it has in front of its path."
+        own = [self.folder / "source" / name for name in (self.source.packages if self.source else ())]
+        return [*own, self.folder, *(ENVIRONMENTS[self.over].paths if self.over else [])]
 
 # %% ../../nbs/frameworks/50_environments.ipynb #ev0006b0
 _HERE = Path(importlib.util.find_spec("composer_nb").submodule_search_locations[0]) / "adapters"
@@ -82,6 +102,13 @@ ENVIRONMENTS = {
             ("VLLM_NO_USAGE_STATS", "1"),
         ),
     ),
+    "prime_rl": Environment(
+        "prime_rl", _HERE / "prime_rl.txt", settings=(("WANDB_MODE", "disabled"),), over="vllm",
+        source=Source(
+            "https://github.com/PrimeIntellect-ai/prime-rl", "559b44772e471d1538537b8805cc77f3824a5e64",
+            ("src", "packages/prime-rl-configs/src"), "PRIME_RL_SRC",
+        ),
+    ),
 }  # fmt: skip
 
 # %% ../../nbs/frameworks/50_environments.ipynb #ev000009
@@ -103,6 +130,23 @@ def _install(environment: Environment, folder: Path) -> None:
     where = "connect to the network, or name an index or a folder of wheels (PIP_INDEX_URL, PIP_FIND_LINKS)"
     remedy = f"{where}, then run `composer-nb env make {environment.name}`"
     raise EnvironmentMissing(f"no environment {environment.name}: {reason.strip()}; {remedy}")
+
+# %% ../../nbs/frameworks/50_environments.ipynb #ev000009b
+def _clone(environment: Environment, folder: Path) -> None:
+    "The commit of what is on git only. Raises EnvironmentMissing with git's last words."
+    source = environment.source
+    if source is None:
+        return
+    where, place = os.environ.get(source.variable) or source.url, str(folder / "source")
+    quiet = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
+    first, second = ["clone", "-q", "--no-checkout", where, place], ["-C", place, "checkout", "-q"]
+    for words in (first, [*second, source.commit]):
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, env=quiet)
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["git said nothing"])[-1]
+            remedy = f"connect to the network, or let {source.variable} name a copy of {source.url}"
+            again = f"run `composer-nb env make {environment.name}`"
+            raise EnvironmentMissing(f"no environment {environment.name}: {reason}; {remedy}, then {again}")
 
 
 def _size(folder: Path) -> int:
@@ -126,6 +170,8 @@ def make_environment(name: str) -> Environment:
         raise ValueError(f"no environment is called {name!r}; known: {', '.join(ENVIRONMENTS)}")
     environment = ENVIRONMENTS[name]
     require_beside(environment)
+    if environment.over:
+        make_environment(environment.over)
     root = environment.folder.parent
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f".{name}.lock"):
@@ -136,6 +182,7 @@ def make_environment(name: str) -> Environment:
         building = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
         try:
             began = time.perf_counter()
+            _clone(environment, building)
             _install(environment, building)
             cost = {"seconds": round(time.perf_counter() - began, 1), "bytes": _size(building)}
             write_text(building / STAMP, json.dumps(cost))
@@ -156,9 +203,10 @@ def variables(environment: Environment, **more: str) -> dict[str, str]:
     if not environment.made:
         remedy = f"run `composer-nb env make {environment.name}`"
         raise EnvironmentMissing(f"the environment {environment.name} is not made: {remedy}")
-    path = [str(environment.folder), os.environ.get("PYTHONPATH", "")]
-    joined = os.pathsep.join(filter(None, path))
-    return os.environ | dict(environment.settings) | {"PYTHONPATH": joined} | more
+    path = [*map(str, environment.paths), os.environ.get("PYTHONPATH", "")]
+    below = dict(ENVIRONMENTS[environment.over].settings) if environment.over else {}
+    settings = below | dict(environment.settings) | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return os.environ | settings | more
 
 
 def run_in(

@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,15 +30,18 @@ __all__ = ['server_words', 'server_variables', 'ServerDied', 'Server', 'serve']
 # %% ../../nbs/frameworks/57_vllm_server.ipynb #vs000006
 def server_words(
     model: str, port: int, *, dtype: str = "float32", length: int = 2048, rows: int = 16,
-    eager: bool = True,
+    eager: bool = True, memory: float = 0.2, more: Sequence[str] = (),
 ) -> list[str]:  # fmt: skip
-    "What Python is called with. `length`: tokens of prompt and answer; `rows`: sequences at once."
+    """What Python is called with. `length`: tokens of prompt and answer; `rows`: sequences at once;
+    `memory`: the share of the machine's (on a GPU, the card's) that must be free; `more`: further words.
+    """
     where = ["--model", model, "--served-model-name", "composer", "--host", "127.0.0.1", "--port", str(port)]
     how = ["--dtype", dtype, "--max-model-len", str(length), "--max-num-seqs", str(rows)]
+    how += ["--gpu-memory-utilization", str(memory)]
     said = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     weights = ["--weight-transfer-config", json.dumps({"backend": "composer_folder"})]
     eagerly = ["--enforce-eager"] if eager else []
-    return ["-m", "vllm.entrypoints.openai.api_server", *where, *how, *said, *weights, *eagerly]
+    return ["-m", "vllm.entrypoints.openai.api_server", *where, *how, *said, *weights, *eagerly, *more]
 
 
 def server_variables(threads: int) -> dict[str, str]:

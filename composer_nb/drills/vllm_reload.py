@@ -59,6 +59,7 @@ def main(folder: Path) -> None:
     small_model(folder / "small")
     there = LLM(
         str(folder / "small"), dtype="float32", max_model_len=128, max_num_seqs=2, enforce_eager=True,
+        gpu_memory_utilization=0.2,
         skip_tokenizer_init=True, weight_transfer_config={"backend": vllm_weights.BACKEND},
     )  # fmt: skip
     there.init_weight_transfer_engine({"init_info": {"folder": str(folder)}})
