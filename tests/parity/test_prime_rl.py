@@ -90,8 +90,8 @@ def test_weights_of_pairs_are_the_slopes_of_the_loss(name: str) -> None:
     weights = pair_weights(scores, options, given)
     tokens = sum(len(c) + len(r) for c, r in scores)
     leaves = [[torch.tensor(s, dtype=torch.float64, requires_grad=True) for s in pair] for pair in scores]
-    sides = [(leaf, torch.tensor(w, dtype=torch.double)) for pair, ws in zip(leaves, weights) for leaf, w in zip(pair, ws)]
-    cross = -sum((leaf * w).sum() for leaf, w in sides) / tokens
+    flat = [torch.tensor(w, dtype=torch.double) for pair in weights for w in pair]
+    cross = -sum((leaf * w).sum() for leaf, w in zip([s for pair in leaves for s in pair], flat)) / tokens
     slopes = torch.autograd.grad(cross, [leaf for pair in leaves for leaf in pair])
     again = [[torch.tensor(s, dtype=torch.float64, requires_grad=True) for s in pair] for pair in scores]
     sides = [torch.stack([p[i].mean() if name == "simpo" else p[i].sum() for p in again]) for i in (0, 1)]
