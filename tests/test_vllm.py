@@ -3,6 +3,10 @@ that was killed is given its weights again; one that cannot start says why.
 """
 
 import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +18,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from composer_nb.adapters.environments import make_environment, run_in
-from composer_nb.adapters.vllm_client import check_logprobs
+from composer_nb.adapters.vllm_client import SamplingClient, check_logprobs, weights_through
 from composer_nb.adapters.vllm_server import ServerDied, serve
 from composer_nb.adapters.vllm_teacher import Served, _read, teacher_logits
 from composer_nb.adapters.vllm_weights import Announced, FolderWeights, leave_weights, read_weights
 from composer_nb.loss.channels import distillation_channel
 from composer_nb.loss.config import HintOptions
+
+
+def asking(k: int) -> HintOptions:
+    return HintOptions(alpha_sdpo=1.0, sdpo_top_k=k, sdpo_top_k_source="teacher")
 
 
 def named_by(logits: torch.Tensor, k: int) -> Served:
@@ -31,19 +39,24 @@ def named_by(logits: torch.Tensor, k: int) -> Served:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 999), k=st.integers(1, 12), spread=st.sampled_from([0.01, 1.0, 6.0, 30.0]),
-    beta=st.sampled_from([0.0, 0.5, 1.0]), tail=st.booleans(),
+    beta=st.sampled_from([0.0, 0.5, 1.0]), tail=st.booleans(), heat=st.sampled_from([0.5, 1.0, 2.0]),
 )  # fmt: skip
 def test_served_entries_give_the_loss_and_gradient_of_all_logits(
-    seed: int, k: int, spread: float, beta: float, tail: bool
+    seed: int, k: int, spread: float, beta: float, tail: bool, heat: float
 ) -> None:
     draws = torch.Generator().manual_seed(seed)
     teacher = (torch.randn(5, 12, generator=draws) * spread).double()
     student = torch.randn(5, 12, generator=draws).double()
     options = HintOptions(
-        alpha_sdpo=1.0, sdpo_jsd_beta=beta, sdpo_top_k=k, sdpo_top_k_source="teacher", sdpo_tail=tail
-    )
+        alpha_sdpo=1.0, sdpo_jsd_beta=beta, sdpo_top_k=k, sdpo_top_k_source="teacher", sdpo_tail=tail,
+        sdpo_temperature=heat,
+    )  # fmt: skip
+    if tail and heat != 1.0:
+        with pytest.raises(ValueError, match="temperature 1"):
+            teacher_logits(named_by(teacher, k), 12, options)
+        return
     found = []
-    for logits in (teacher, teacher_logits(named_by(teacher, k), 12)):
+    for logits in (teacher, teacher_logits(named_by(teacher, k), 12, options)):
         s = student.clone().requires_grad_()
         loss = distillation_channel(s, logits, torch.zeros(5, dtype=torch.long), options)
         loss.backward()
@@ -57,14 +70,27 @@ def test_served_entries_give_the_loss_and_gradient_of_all_logits(
 def test_its_k_likeliest_are_the_servers(seed: int, k: int, spread: float) -> None:
     teacher = torch.randn(4, 12, generator=torch.Generator().manual_seed(seed)) * spread
     served = named_by(teacher, k)
-    again = teacher_logits(served, 12).topk(k, -1)
+    again = teacher_logits(served, 12, asking(k)).topk(k, -1)
     assert (again.indices.sort(-1).values == served.ids.sort(-1).values).all()
     torch.testing.assert_close(again.values.sort(-1).values, served.logprobs.sort(-1).values)
 
 
 def test_an_empty_answer_has_no_rows() -> None:
     empty = Served(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.long), torch.zeros(0))
-    assert teacher_logits(empty, 7).shape == (0, 7)
+    assert teacher_logits(empty, 7, asking(3)).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sdpo_top_k": None, "sdpo_top_k_source": "student"}, {"sdpo_top_k": 5}, {"sdpo_top_k": 2},
+        {"sdpo_top_k_source": "student"}, {"sdpo_gate": 5.0}, {"sdpo_temperature": 0.5},
+    ],
+)  # fmt: skip
+def test_what_reads_more_of_the_teacher_is_refused(more: dict[str, Any]) -> None:
+    served = named_by(torch.randn(2, 12), 3)
+    with pytest.raises(ValueError, match=r"served|all entries|temperature"):
+        teacher_logits(served, 12, HintOptions(**vars(asking(3)) | more))
 
 
 def entry(value: float | None, rank: int) -> dict[str, Any]:
@@ -139,6 +165,24 @@ def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tensors_are_copied_before_the_next_is_asked_for(tmp_path: Path) -> None:
+    held = torch.ones(3)
+
+    def merged() -> Any:  # as TRL hands out weights with an adapter in them
+        yield "weight", held.data
+        held.zero_()
+
+    told = leave_weights(tmp_path, merged(), "x")
+    assert dict(read_weights(tmp_path, told))["weight"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_worker_whose_model_is_half_loaded_takes_no_more(tmp_path: Path) -> None:
+    worker = Counted()
+    worker.broken = "ValueError: no such layer"
+    with pytest.raises(RuntimeError, match="restart this server"):
+        worker.start_weight_update()
+
+
 def test_tensors_come_back_to_the_bit(tmp_path: Path) -> None:
     held = {"a": torch.randn(3, 2).T, "b": torch.randn(4).bfloat16(), "c": torch.zeros(0)}
     told = leave_weights(tmp_path, held.items(), "x")
@@ -149,6 +193,104 @@ def test_tensors_come_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_log_probs_may_be_left_out_for_empty_answers() -> None:
     check_logprobs({"completion_ids": [[]], "logprobs": [[]]})
+
+
+class Fickle(BaseHTTPRequestHandler):
+    "A server of two lives: it drops a request while it samples, and comes back with its first weights."
+
+    version, dropped, asked, open_update = "default", False, [], False
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def say(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        kind = type(self)
+        answers = {"/weight_info": {"weight_version": kind.version}, "/v1/models": {"data": [{"id": "m"}]}}
+        answers["/server_info"] = {"vllm_config": {"weight_transfer_config": {"backend": "composer_folder"}}}
+        self.say(answers.get(self.path.partition("?")[0], {}))
+
+    def do_POST(self) -> None:
+        kind = type(self)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        kind.asked.append(self.path)
+        if self.path == "/start_weight_update":
+            if kind.open_update:
+                kind.open_update = False
+                return self.say({"error": "a weight update is already active"}, 500)
+        if self.path == "/finish_weight_update":
+            kind.version = body.get("weight_version") or kind.version
+        if self.path == "/v1/completions" and not kind.dropped:
+            kind.dropped, kind.version = True, "default"
+            return self.connection.close()
+        said = {"prompt_token_ids": [1], "token_ids": [5], "logprobs": None, "text": kind.version}
+        self.say({"choices": [said], "success": True})
+
+
+@pytest.fixture
+def fickle() -> Any:
+    kind = type("One", (Fickle,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield kind, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def client_at(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> SamplingClient:
+    monkeypatch.setattr("trl.generation.vllm_client.is_vllm_available", lambda: True)
+    client = SamplingClient(folder, base_url=url, **options)
+    client.init_communicator()
+    return client
+
+
+def test_a_server_that_dies_while_it_samples_is_given_its_weights_first(
+    fickle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, url = fickle
+    kind.open_update = True  # somebody began an update and is gone
+    client = client_at(url, tmp_path, monkeypatch)
+    client.update_model_params(nn.Linear(2, 2))
+    own = client.told.version
+    assert kind.version == own and kind.asked.count("/finish_weight_update") == 2
+    with pytest.warns(UserWarning, match="has weights default"):
+        answer = client._newest(lambda: client._post(f"{url}/v1/completions", json={}), (), {})
+    assert answer["choices"][0]["text"] == own and client.again == 1
+    assert [p.name for p in tmp_path.iterdir()] == [f"weights-{own}.safetensors"]
+    client.close_communicator()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_stays_away_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type("One", (Fickle,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = client_at(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch, wait_s=1.0)
+        server.shutdown()
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"stayed away for 1\.0 s"):
+        client.update_model_params(nn.Linear(2, 2))
+    assert 1.0 <= time.monotonic() - began < 20.0
+    with pytest.raises(ValueError, match="scores given texts at 1"):
+        client.get_sequence_logprobs([[1, 2]], [1], temperature=0.5)
+
+
+def test_a_block_without_a_trainer_that_asks_a_server_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no trainer in this block"), weights_through(tmp_path):
+        pass
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RuntimeError, match="listens on port"), serve("model", folder=tmp_path, port=port):
+            raise AssertionError("it started")
 
 
 def test_the_engine_has_all_that_vllm_asks_of_one() -> None:
@@ -176,5 +318,5 @@ def test_a_server_that_was_killed_is_given_its_weights_again(tmp_path: Path) -> 
     words = ["-W", "ignore", "-m", "composer_nb.drills.vllm_kill", str(tmp_path)]
     run_in(make_environment("vllm"), words, OMP_NUM_THREADS="1")
     told = SimpleNamespace(**json.loads((tmp_path / "kill.json").read_text()))
-    assert told.moved > 0.05 and max(told.began, told.sent, told.back) < 1e-4
+    assert told.moved > 0.05 and max(told.began, told.sent, told.back, told.sampled) < 1e-4
     assert (told.again, told.heard, told.answers, told.version) == (1, 1, 4, True)

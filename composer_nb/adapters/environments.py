@@ -138,9 +138,12 @@ def _clone(environment: Environment, folder: Path) -> None:
     if source is None:
         return
     where, place = os.environ.get(source.variable) or source.url, str(folder / "source")
-    quiet = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
-    first, second = ["clone", "-q", "--no-checkout", where, place], ["-C", place, "checkout", "-q"]
-    for words in (first, [*second, source.commit]):
+    if shutil.which("git") is None:
+        raise EnvironmentMissing(f"no environment {environment.name}: it comes by git, which is not here")
+    quiet = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE")}
+    quiet |= {"GIT_TERMINAL_PROMPT": "0"}
+    fetched = ["clone", "-q", "--no-checkout", where, place]
+    for words in (fetched, ["-C", place, "checkout", "-q", source.commit]):
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, env=quiet)
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["git said nothing"])[-1]
@@ -203,10 +206,9 @@ def variables(environment: Environment, **more: str) -> dict[str, str]:
     if not environment.made:
         remedy = f"run `composer-nb env make {environment.name}`"
         raise EnvironmentMissing(f"the environment {environment.name} is not made: {remedy}")
+    below = variables(ENVIRONMENTS[environment.over]) if environment.over else dict(os.environ)
     path = [*map(str, environment.paths), os.environ.get("PYTHONPATH", "")]
-    below = dict(ENVIRONMENTS[environment.over].settings) if environment.over else {}
-    settings = below | dict(environment.settings) | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    return os.environ | settings | more
+    return below | dict(environment.settings) | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
 
 
 def run_in(

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -18,19 +19,22 @@ from ..loss.channels import preference_on_logprobs
 from ..loss.config import HintOptions, PreferenceOptions
 
 # %% auto #0
-__all__ = ['Feedback', 'Pairs', 'check_options', 'PairIds', 'pair_weights', 'Scores', 'ServedScores', 'hint_turn', 'pair_trace',
-           'score_pair', 'algorithm_class', 'register']
+__all__ = ['Feedback', 'Pairs', 'check_options', 'PairIds', 'pair_weights', 'Scores', 'ServedScores', 'hint_turn', 'hang_pair',
+           'score_pair', 'refuse_temperature', 'Channels', 'hint_episode', 'pair_group', 'algorithm_class', 'register']
 
 # %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000006
+_LOG = logging.getLogger(__name__)
+
+
 def check_options(hints: HintOptions, preferences: PreferenceOptions) -> None:
-    "Raises ValueError for options that weights of sampled tokens cannot express."
+    "Raises ValueError for values without sense, and for hints that weights of sampled tokens cannot express."
+    hints.check_hint()
+    preferences.check_replay()
     plain = HintOptions(alpha_sdpo=hints.alpha_sdpo, sdpo_sampled=True, sdpo_jsd_beta=1.0)
     odd = [f.name for f in fields(HintOptions) if getattr(hints, f.name) != getattr(plain, f.name)]
     if hints.alpha_sdpo > 0 and odd:
-        said = "PRIME-RL's trainer has log-probs of sampled tokens alone"
+        said = "PRIME-RL's loss has log-probs of sampled tokens alone"
         raise ValueError(f"{', '.join(odd)}: {said}; set sdpo_sampled=True, sdpo_jsd_beta=1.0 and no others")
-    if preferences.replay_length_normalised:
-        raise ValueError("replay_length_normalised: choose dpo_variant='simpo', which divides by the length")
 
 # %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000008
 @dataclass(frozen=True)
@@ -47,11 +51,19 @@ class PairIds:
             raise ValueError("a pair needs a prompt and two replies of at least one token")
 
 
+def _shape(scores: Sequence[tuple[Sequence[float], Sequence[float]]], side: int) -> torch.Tensor:
+    "Which places of a padded reply hold tokens, one place further right, as a model's input has them."
+    mask = torch.zeros(len(scores), 1 + max(len(pair[side]) for pair in scores))
+    for row, pair in enumerate(scores):
+        mask[row, 1 : 1 + len(pair[side])] = 1
+    return mask
+
+# %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000008b
 def pair_weights(
     scores: Sequence[tuple[Sequence[float], Sequence[float]]], options: PreferenceOptions,
     references: Sequence[tuple[float, float]] = (),
 ) -> list[tuple[list[float], list[float]]]:  # fmt: skip
-    "Weights of the reply tokens of pairs, from their log-probs (nats) under the policy that scored them."
+    "Factors of the reply tokens of pairs, from their log-probs (nats) under the policy that scores them."
     if not scores or options.beta_replay == 0:
         return [([0.0] * len(c), [0.0] * len(r)) for c, r in scores]
     if options.dpo_variant == "dpo" and len(references) != len(scores):
@@ -61,14 +73,16 @@ def pair_weights(
     chosen, rejected = (torch.stack([joined(pair[side]) for pair in rows]) for side in (0, 1))
     refs = torch.tensor(references, dtype=torch.float64).reshape(-1, 2)
     inputs = {"dpo_chosen_ref_logprobs": refs[:, 0], "dpo_rejected_ref_logprobs": refs[:, 1]}
-    loss = options.beta_replay * preference_on_logprobs(chosen, rejected, inputs, options)[0]
-    loss.backward()
-    tokens = sum(len(c) + len(r) for c, r in scores)
-    return [tuple((-tokens * side.grad).tolist() for side in pair) for pair in rows]
+    named = enumerate(("chosen", "rejected"))
+    inputs |= {f"dpo_{name}_response_mask": _shape(scores, side) for side, name in named}
+    (options.beta_replay * preference_on_logprobs(chosen, rejected, inputs, options)[0]).backward()
+    slopes = [[side.grad.float().double() for side in pair] for pair in rows]  # as its tensors will hold them
+    counted = sum(int((side != 0).sum()) for pair in slopes for side in pair)
+    return [tuple((-counted * side).tolist() for side in pair) for pair in slopes]
 
 # %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000011
-Feedback = Callable[[Any], Iterable[tuple[int, Sequence[int]]]]
-Pairs = Callable[[Any], Sequence[PairIds]]
+Feedback = Callable[[Any], Any]  # trace -> pairs of a node's index and ids, now or awaited
+Pairs = Callable[[Any], Any]  # episode -> PairIds, now or awaited
 
 
 class Scores(Protocol):
@@ -90,38 +104,40 @@ class ServedScores:
 
 
 async def hint_turn(pool: Scores, node: Any, context: Sequence[int], alpha: float) -> None:
-    "Give the sampled tokens of `node` a reference behind `context`, and the weight `alpha`."
-    scores = await pool.score([*context, *node.token_ids])
-    own = scores[len(context) :]
-    if len(own) != len(node.token_ids):
-        raise RuntimeError(f"{len(own)} scores for a turn of {len(node.token_ids)} tokens")
-    node.reference_logprobs = [s for s, sampled in zip(own, node.mask) if sampled]
+    """Give the sampled tokens of `node` a reference behind `context`, which ends where they begin.
+
+    Raises ValueError for a node without sampled tokens, or with a reference already.
+    """
+    if not any(node.mask) or node.reference_logprobs is not None:
+        why = "has a reference already" if any(node.mask) else "holds nothing that was sampled"
+        raise ValueError(f"feedback named a node that {why}: name each faulty answer once")
+    first = list(node.mask).index(True)
+    own = (await pool.score([*context, *node.token_ids[first:]]))[len(context) :]
+    if len(own) != len(node.token_ids) - first:
+        raise RuntimeError(f"{len(own)} scores for an answer of {len(node.token_ids) - first} tokens")
+    node.reference_logprobs = [s for s, sampled in zip(own, node.mask[first:]) if sampled]
     weights = [alpha if sampled else 0.0 for sampled in node.mask]
     node.loss_weights = dict(node.loss_weights or {}) | {"ref_kl": weights}
 
 # %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000013
-def pair_trace(
-    like: Any, pair: PairIds, scores: tuple[list[float], list[float]],
-    weights: tuple[list[float], list[float]],
-) -> Any:  # fmt: skip
-    "A trace beside `like`, with a branch for each reply; needs verifiers."
+def hang_pair(trace: Any, pair: PairIds, weights: tuple[list[float], list[float]]) -> None:
+    "Add the pair's two branches to `trace`; one without a factor adds nothing. Needs verifiers."
     from verifiers.v1.graph import MessageNode
     from verifiers.v1.types import AssistantMessage, UserMessage
 
-    prompt, nodes = list(pair.prompt), []
-    for ids, own, weight in zip((pair.chosen, pair.rejected), scores, weights):
-        nodes.append(MessageNode(
+    if not any(any(side) for side in weights):
+        return
+    prompt = list(pair.prompt)
+    for ids, weight in zip((pair.chosen, pair.rejected), weights):
+        trace.nodes.append(MessageNode(
             message=UserMessage(content=""), token_ids=prompt, mask=[False] * len(prompt),
             loss_weights={"rl": [1.0, *[0.0] * (len(prompt) - 1)]},
         ))  # fmt: skip
-        nodes.append(MessageNode(
-            parent=len(nodes) - 1, message=AssistantMessage(content=""), sampled=True, token_ids=list(ids),
-            mask=[True] * len(ids), logprobs=list(own), advantages=[0.0] * len(ids),
+        trace.nodes.append(MessageNode(
+            parent=len(trace.nodes) - 1, message=AssistantMessage(content=""), sampled=True,
+            token_ids=list(ids), mask=[True] * len(ids), logprobs=[0.0] * len(ids),
             loss_weights={"ce": list(weight)},
         ))  # fmt: skip
-    made = like.model_copy(update={"id": uuid.uuid4().hex, "nodes": nodes})
-    made.info = dict(like.info) | {"composer_pair": True}
-    return made
 
 
 async def score_pair(pool: Scores, pair: PairIds) -> tuple[list[float], list[float]]:
@@ -131,47 +147,106 @@ async def score_pair(pool: Scores, pair: PairIds) -> tuple[list[float], list[flo
     return chosen, rejected
 
 # %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000015
-def algorithm_class(
-    feedback: Feedback, pairs: Pairs, hints: HintOptions, preferences: PreferenceOptions
-) -> type:
+async def _given(found: Any) -> list[Any]:
+    return list(await found if inspect.isawaitable(found) else found)
+
+
+def refuse_temperature(trace: Any) -> None:
+    "Raises ValueError for a trace that was sampled at another temperature than 1."
+    for call in trace.calls:
+        heat = getattr(call.sampling, "temperature", None)
+        if heat not in (None, 1.0):
+            raise ValueError(f"sampled at temperature {heat}: hints and pairs are scored at 1; set it to 1")
+
+
+@dataclass(frozen=True)
+class Channels:
+    "What the algorithm is made with. `longest`: ids that the server and the trainer take, 0 for no bound."
+
+    feedback: Feedback
+    pairs: Pairs
+    hints: HintOptions
+    preferences: PreferenceOptions
+    longest: int = 0
+    pool: Scores | None = None
+
+    def fits(self, what: str, length: int) -> bool:
+        "Whether a text of that many ids may be scored; says so where not."
+        if self.longest and length > self.longest:
+            _LOG.warning("a %s of %d ids is left out: longest is %d", what, length, self.longest)
+            return False
+        return True
+
+# %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000015b
+async def hint_episode(channels: Channels, pool: Scores, traces: Sequence[Any]) -> None:
+    "References for all turns that `feedback` names."
+    asked = []
+    for trace in traces:
+        for place, context in await _given(channels.feedback(trace)):
+            refuse_temperature(trace)
+            node = trace.nodes[place]
+            if channels.fits("hinted context", len(context) + len(node.token_ids) + 1):
+                asked.append(hint_turn(pool, node, context, channels.hints.alpha_sdpo))
+    await asyncio.gather(*asked)
+
+
+async def pair_group(channels: Channels, pool: Scores, episodes: Sequence[Any]) -> None:
+    "Branches for all pairs of a group, each on the first trainable trace of its episode."
+    found = []
+    for traces, episode in ((list(_trainable(e)), e) for e in episodes):
+        for pair in await _given(channels.pairs(episode)) if traces else ():
+            refuse_temperature(traces[0])
+            longest = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) + 1
+            if channels.fits("pair", longest):
+                found.append((traces[0], pair))
+    scores = await asyncio.gather(*(score_pair(pool, pair) for _, pair in found))
+    references = [pair.reference for _, pair in found if pair.reference is not None]
+    for (trace, pair), weights in zip(found, pair_weights(scores, channels.preferences, references)):
+        hang_pair(trace, pair, weights)
+
+
+def _trainable(episode: Any) -> Sequence[Any]:
+    own = [t for t in episode.traces if not t.has_error and t.agent.trainable]
+    return [trace for trace in own if any(any(node.mask) for node in trace.nodes)]
+
+# %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000016
+def algorithm_class(channels: Channels) -> type:
     "`ComposerAlgorithm` with these channels, over PRIME-RL's GRPO; needs PRIME-RL."
-    from prime_rl.orchestrator.algo.base import iter_trainable_traces
     from prime_rl.orchestrator.algo.grpo import GRPOAlgorithm
 
-    check_options(hints, preferences)
+    check_options(channels.hints, channels.preferences)
 
     class ComposerAlgorithm(GRPOAlgorithm):
-        "Three channels: advantages, references of hinted turns, weights of pairs."
+        "Three channels: advantages, references of hinted turns, factors of pairs."
+
+        async def setup(self) -> None:
+            await super().setup()
+            weights = channels.hints.alpha_sdpo, channels.preferences.beta_replay
+            _LOG.warning("three channels: hints at %g, pairs at %g", *weights)
 
         async def score_episode(self, episode: Any) -> None:
-            traces = [trace for _, trace in iter_trainable_traces([episode])]
-            if hints.alpha_sdpo > 0:
-                turns = [(t.nodes[place], ids) for t in traces for place, ids in feedback(t)]
-                asked = (hint_turn(self.policy_pool, node, ids, hints.alpha_sdpo) for node, ids in turns)
-                await asyncio.gather(*asked)
-            if preferences.beta_replay > 0 and traces and (found := list(pairs(episode))):
-                scores = await asyncio.gather(*(score_pair(self.policy_pool, pair) for pair in found))
-                given = [pair.reference for pair in found if pair.reference is not None]
-                weights = pair_weights(scores, preferences, given)
-                made = [pair_trace(traces[0], *parts) for parts in zip(found, scores, weights)]
-                episode.traces.extend(made)
+            if channels.hints.alpha_sdpo > 0:
+                await hint_episode(channels, channels.pool or self.policy_pool, _trainable(episode))
 
         async def score_group(self, episodes: list[Any]) -> None:
-            own = [[t for t in e.traces if not t.info.get("composer_pair")] for e in episodes]
-            await super().score_group([e.model_copy(update={"traces": t}) for e, t in zip(episodes, own)])
+            await super().score_group(episodes)
+            if channels.preferences.beta_replay > 0:
+                await pair_group(channels, channels.pool or self.policy_pool, episodes)
 
     return ComposerAlgorithm
 
-# %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000016
+
 def register(
-    feedback: Feedback, pairs: Pairs, hints: HintOptions, preferences: PreferenceOptions
-) -> type:
+    feedback: Feedback, pairs: Pairs, hints: HintOptions, preferences: PreferenceOptions, longest: int = 0,
+    pool: Scores | None = None,
+) -> type:  # fmt: skip
     """Put the three channels in the place of PRIME-RL's GRPO, and return the class.
 
-    Its configuration has no word for algorithms of others, so the TOML still says `type = "grpo"`. Raises
-    ValueError for options that its trainer cannot express.
+    Its configuration has no word for algorithms of others, so the TOML still says `type = "grpo"`. `pool`
+    scores instead of the policy's own. Raises ValueError for options that its loss cannot express.
     """
     from prime_rl.orchestrator.algo import ALGORITHM_CLASSES
 
-    ALGORITHM_CLASSES["grpo"] = made = algorithm_class(feedback, pairs, hints, preferences)
+    made = algorithm_class(Channels(feedback, pairs, hints, preferences, longest, pool))
+    ALGORITHM_CLASSES["grpo"] = made
     return made

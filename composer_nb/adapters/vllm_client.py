@@ -5,6 +5,7 @@
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000004
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import time
@@ -23,10 +24,37 @@ from .vllm_weights import BACKEND, Announced, leave_weights
 T = TypeVar("T")
 
 # %% auto #0
-__all__ = ['T', 'FolderClient', 'version_at', 'PatientClient', 'SendingClient', 'check_logprobs', 'SamplingClient',
-           'weights_through']
+__all__ = ['T', 'LOST', 'AWAY', 'answered', 'version_at', 'healthy', 'FolderClient', 'PatientClient', 'SendingClient',
+           'check_logprobs', 'SamplingClient', 'weights_through']
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000006
+LOST = (502, 503, 504)  # what a proxy says of a server that is not there
+_kinds = requests.exceptions
+AWAY = (_kinds.ConnectionError, _kinds.ChunkedEncodingError, _kinds.Timeout)
+
+
+def answered(answer: requests.Response, what: str) -> requests.Response:
+    "Raises requests' ConnectionError for a server that is not there, RuntimeError for what it refuses."
+    if answer.status_code in LOST:
+        raise requests.exceptions.ConnectionError(f"{what}: {answer.status_code}")
+    if answer.status_code != 200:
+        raise RuntimeError(f"{what}: {answer.status_code}, {answer.text[:1000]}")
+    return answer
+
+
+def version_at(url: str) -> str:
+    "Which weights the server at `url` has."
+    return answered(requests.get(f"{url}/weight_info", timeout=60), "weight_info").json()["weight_version"]
+
+
+def healthy(url: str) -> bool:
+    "Whether it answers, and well."
+    try:
+        return requests.get(f"{url}/health", timeout=5).status_code == 200
+    except requests.exceptions.RequestException:
+        return False
+
+# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000006b
 class FolderClient(VLLMClient):
     """TRL's client of a vLLM server, with weights handed over in `folder` (seen by both).
 
@@ -40,6 +68,8 @@ class FolderClient(VLLMClient):
         self.name, self.count, self.again = secrets.token_hex(4), 0, 0
         self.told: Announced | None = None
         super().__init__(*args, **options)
+        for scheme in ("http://", "https://"):  # a request that broke off is not repeated unseen
+            self.session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=0, pool_maxsize=64))
 
     def init_communicator(self, device: Any = 0) -> None:
         "TRL calls this once. `device` is not needed: weights go through files."
@@ -47,59 +77,69 @@ class FolderClient(VLLMClient):
         if found != BACKEND:
             asks = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
             raise RuntimeError(f"{self.base_url} takes weights by {found}: start it with {asks}")
-        self._agree()
+        atexit.register(self.close_communicator)
 
-    def _agree(self) -> None:
-        self._tell("init_weight_transfer_engine", {"init_info": {"folder": str(self.folder.resolve())}})
+    def _post(self, url: str, **options: Any) -> Any:
+        return answered(self.session.post(url, **options), url.removeprefix(self.base_url)).json()
 
-    def _tell(self, what: str, body: dict[str, Any]) -> None:
-        "Once: what was asked of a worker that failed has to be asked from the start."
-        answer = requests.post(f"{self.base_url}/{what}", json=body, timeout=600)
-        if answer.status_code != 200:
-            raise RuntimeError(f"{what}: {answer.status_code}, {answer.text[:1000]}")
+    def _tell(self, what: str, body: dict[str, Any]) -> Any:
+        return self._post(f"{self.base_url}/{what}", json=body, timeout=600)
+
+    def close_communicator(self) -> None:
+        "TRL's name; the last version is removed."
+        if self.told is not None:
+            (self.folder / self.told.file).unlink(missing_ok=True)
+        self.told = None
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007b
-def version_at(url: str) -> str:
-    "Which weights the server at `url` has."
-    answer = requests.get(f"{url}/weight_info", timeout=60)
-    answer.raise_for_status()
-    return answer.json()["weight_version"]
-
-
 class PatientClient(FolderClient):
     "Waits for a server that went away."
 
     def _until_up(self, ask: Callable[[], T]) -> T:
         "What `ask` returns, of a server that may go away and come back meanwhile."
-        until = time.monotonic() + self.wait_s
+        until = 0.0
         while True:
             try:
                 return ask()
-            except requests.exceptions.ConnectionError as error:
-                if (left := until - time.monotonic()) <= 0:
+            except AWAY as error:
+                until = until or time.monotonic() + self.wait_s
+                while not healthy(self.base_url) and time.monotonic() < until:
+                    time.sleep(0.5)
+                if time.monotonic() >= until:
                     raise ConnectionError(f"{self.base_url} stayed away for {self.wait_s} s") from error
-                self.check_server(total_timeout=left, retry_interval=0.5)
+                time.sleep(0.1)
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007
 class SendingClient(PatientClient):
     "Writes a version, hands it over, and looks whether it is still there."
 
     def update_named_params(self, metadata: Any, named_params: Iterable[tuple[str, Tensor]]) -> None:
-        "TRL's call after an optimizer step. The version before it is removed when the new one is there."
+        "TRL's call after an optimizer step. The version before it is removed when the new one is written."
         self.count += 1
         before = self.told
         self.told = leave_weights(self.folder, named_params, f"{self.name}-{self.count}")
-        self._until_up(self._hand_over)
         if before is not None:
             (self.folder / before.file).unlink(missing_ok=True)
+        self._until_up(self._hand_over)
 
     def _hand_over(self) -> None:
         told = self.told
         assert told is not None
-        self._agree()
-        self._tell("start_weight_update", {})
+        self._tell("init_weight_transfer_engine", {"init_info": {"folder": str(self.folder.resolve())}})
+        try:
+            self._tell("start_weight_update", {})
+        except RuntimeError as error:
+            if "already active" not in str(error):
+                raise
+            self._tell("finish_weight_update", {})  # who began it is gone
+            self._tell("start_weight_update", {})
         self._tell("update_weights", {"update_info": vars(told)})
+        if self._tell("reset_prefix_cache", {}).get("success") is False:
+            raise RuntimeError(f"{self.base_url} kept prefixes that were computed with older weights")
         self._tell("finish_weight_update", {"weight_version": told.version})
+
+    def reset_prefix_cache(self) -> None:
+        "TRL's call behind an update, which has done it."
 
     def bring_up_to_date(self) -> None:
         "Send the last version again to a server that has another."
@@ -109,12 +149,6 @@ class SendingClient(PatientClient):
         warnings.warn(said, stacklevel=4)
         self.again += 1
         self._hand_over()
-        self.reset_prefix_cache()
-
-    def close_communicator(self) -> None:
-        if self.told is not None:
-            (self.folder / self.told.file).unlink(missing_ok=True)
-        self.told = None
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000008
 def check_logprobs(answer: dict[str, Any]) -> dict[str, Any]:
@@ -128,29 +162,50 @@ def check_logprobs(answer: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError(f"{said}, and a log-prob among them is no number of at most 0")
     return answer
 
-
+# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000008b
 class SamplingClient(SendingClient):
-    "Samples and scores with the newest weights only; waits for a server that went away, and asks again."
+    "Samples and scores with the newest weights only."
 
     def generate(self, *args: Any, **options: Any) -> dict[str, Any]:
-        ask = super().generate
-        return check_logprobs(self._until_up(lambda: self._newest(ask)(*args, **options)))
+        "As TRL's."
+        return check_logprobs(self._newest(super().generate, args, options))
 
-    def get_sequence_logprobs(self, *args: Any, **options: Any) -> dict[str, Any]:
-        ask = super().get_sequence_logprobs
-        return self._until_up(lambda: self._newest(ask)(*args, **options))
+    def chat(self, *args: Any, **options: Any) -> Any:
+        "As TRL's."
+        return self._newest(super().chat, args, options)
 
-    def _newest(self, ask: Callable[..., T]) -> Callable[..., T]:
-        self.bring_up_to_date()
-        return ask
+    def get_sequence_logprobs(self, *args: Any, temperature: float = 1.0, **options: Any) -> dict[str, Any]:
+        "As TRL's. Raises ValueError for a temperature: a given text is always scored at 1."
+        if temperature != 1.0:
+            raise ValueError(f"temperature={temperature}: vLLM scores given texts at 1 whatever is asked")
+        return self._newest(super().get_sequence_logprobs, args, options)
 
+    def _newest(self, ask: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any]) -> T:
+        "An answer between two looks at the version that found the same."
+        while True:
+            self._until_up(self.bring_up_to_date)
+            try:
+                found = ask(*args, **options)
+            except AWAY:
+                self._until_up(self.bring_up_to_date)
+                continue
+            if self.told is None or self._until_up(lambda: version_at(self.base_url)) == self.told.version:
+                return found
 
+# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000008c
 @contextlib.contextmanager
 def weights_through(folder: str | Path, wait_s: float = 300.0) -> Iterator[None]:
-    "Trainers made in this block hand their weights to vLLM's server in `folder`."
+    """Trainers made in this block hand their weights to vLLM's server in `folder`.
+
+    Raises RuntimeError where none was made that asks a server (`use_vllm=True, vllm_mode="server"`).
+    """
+    made = []
 
     def client(*args: Any, **options: Any) -> SamplingClient:
-        return SamplingClient(folder, *args, wait_s=wait_s, **options)
+        made.append(SamplingClient(folder, *args, wait_s=wait_s, **options))
+        return made[-1]
 
     with patch("trl.generation.vllm_generation.VLLMClient", client):
         yield
+    if not made:
+        raise RuntimeError("no trainer in this block asks a server: use_vllm=True, vllm_mode='server'")

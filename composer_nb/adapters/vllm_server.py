@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import json
 import os
@@ -33,7 +34,7 @@ def server_words(
     eager: bool = True, memory: float = 0.2, more: Sequence[str] = (),
 ) -> list[str]:  # fmt: skip
     """What Python is called with. `length`: tokens of prompt and answer; `rows`: sequences at once;
-    `memory`: the share of the machine's (on a GPU, the card's) that must be free; `more`: further words.
+    `memory`: the share of the machine's or the card's that it takes; `more`: further words.
     """
     where = ["--model", model, "--served-model-name", "composer", "--host", "127.0.0.1", "--port", str(port)]
     how = ["--dtype", dtype, "--max-model-len", str(length), "--max-num-seqs", str(rows)]
@@ -56,7 +57,7 @@ def server_variables(threads: int) -> dict[str, str]:
 class ServerDied(RuntimeError):
     "The server's process is over; the message holds its last words."
 
-
+# %% ../../nbs/frameworks/57_vllm_server.ipynb #vs000008b
 @dataclass(frozen=True)
 class Server:
     "A running server: its address, its process, and the file it writes to."
@@ -78,6 +79,11 @@ class Server:
         if self.process.poll() is not None:
             raise ServerDied(f"vLLM ended with {self.process.returncode}:\n{self.last_words()}")
 
+    def get(self, path: str, timeout: float = 60.0) -> Any:
+        "The answer's JSON."
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
+            return json.load(answer)
+
     def post(self, path: str, body: Any, timeout: float = 600.0) -> Any:
         "The answer's JSON. Raises ServerDied, or RuntimeError with what the server said."
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -87,7 +93,9 @@ class Server:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code}, {error.read().decode(errors='replace')}") from None
-        except urllib.error.URLError:
+        except (OSError, http.client.HTTPException):  # it went away; for good?
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
             self.check()
             raise
 
@@ -106,6 +114,7 @@ def serve(
         place = Path(folder or stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
         place.mkdir(parents=True, exist_ok=True)
         port = port or _free_port()
+        _refuse_taken(port)
         words = server_words(model, port, **how)
         log = stack.enter_context((place / "server.log").open("wb"))
         process = subprocess.Popen(
@@ -113,14 +122,29 @@ def serve(
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         stack.callback(_end, process)
+        stack.callback(_watch(process.pid).stdin.close)
         server = Server(f"http://127.0.0.1:{port}", process, place / "server.log")
         _wait(server, wait_s)
+        if (found := server.get("/v1/models")["data"][0]["root"]) != model:
+            raise RuntimeError(f"{server.url} serves {found}, not {model}: somebody else took the port")
         yield server
 
 # %% ../../nbs/frameworks/57_vllm_server.ipynb #vs000009b
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
+
+
+def _refuse_taken(port: int) -> None:
+    with socket.socket() as asked:
+        if asked.connect_ex(("127.0.0.1", port)) == 0:
+            raise RuntimeError(f"something listens on port {port} already: give another, or 0")
+
+
+def _watch(group: int) -> subprocess.Popen[bytes]:
+    "Ends the group when its own input ends: with this process, however that comes."
+    words = ["sh", "-c", 'read -r _; kill -KILL -- "-$0" 2>/dev/null', str(group)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _wait(server: Server, wait_s: float) -> None:

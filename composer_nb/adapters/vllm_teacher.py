@@ -15,8 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..loss.config import HintOptions
+
 # %% auto #0
-__all__ = ['Served', 'longest_at', 'top_k_of', 'teacher_logits']
+__all__ = ['Served', 'model_at', 'require_version', 'top_k_of', 'refuse_what_reads_more', 'teacher_logits']
 
 # %% ../../nbs/frameworks/60_vllm_teacher.ipynb #vk000006
 @dataclass(frozen=True)
@@ -28,28 +30,46 @@ class Served:
     given: Float[Tensor, "N"]
 
 
-def longest_at(url: str) -> int:
-    "Tokens of prompt and answer that the server at `url` takes."
+def model_at(url: str) -> tuple[str, int]:
+    "Name of the model at `url`, and how many tokens of prompt and answer it takes."
     answer = requests.get(f"{url}/v1/models", timeout=60)
     answer.raise_for_status()
-    return int(answer.json()["data"][0]["max_model_len"])
+    found = answer.json()["data"][0]
+    return found["id"], int(found["max_model_len"])
 
 
-def top_k_of(url: str, rows: Sequence[Sequence[int]], firsts: Sequence[int], k: int) -> list[Served]:
+def require_version(url: str, version: str | None) -> None:
+    "Raises RuntimeError for a server with other weights; None asks nothing."
+    if version is None:
+        return
+    answer = requests.get(f"{url}/weight_info", timeout=60)
+    answer.raise_for_status()
+    if (found := answer.json()["weight_version"]) != version:
+        raise RuntimeError(f"{url} has weights {found}, and {version} was to teach: hand them over first")
+
+# %% ../../nbs/frameworks/60_vllm_teacher.ipynb #vk000006b
+def top_k_of(
+    url: str, rows: Sequence[Sequence[int]], firsts: Sequence[int], k: int, version: str | None = None
+) -> list[Served]:
     """The `k` likeliest tokens at each place from `firsts` on, for each row of token ids.
 
-    Raises ValueError for a row that leaves the context, a place before 1 and k < 1; RuntimeError for an
-    answer that lacks places or entries.
+    Raises ValueError for a row that leaves the context, a place before 1 and k < 1; RuntimeError for a server
+    with other weights than `version`, and for an answer that lacks places or entries.
     """
     if k < 1 or len(rows) != len(firsts) or any(not 0 < f <= len(r) for f, r in zip(firsts, rows)):
         raise ValueError(f"k={k}, {len(rows)} rows, first places {list(firsts)}: one for each, from 1")
-    if over := [place for place, row in enumerate(rows) if len(row) + 1 > (most := longest_at(url))]:
+    if not rows:
+        return []
+    require_version(url, version)
+    name, most = model_at(url)
+    if over := [place for place, row in enumerate(rows) if len(row) + 1 > most]:
         said = f"row {over[0]} has {len(rows[over[0]])} tokens, and the server takes {most - 1}"
         raise ValueError(f"{said}: shorten the hint, or start it with a longer --max-model-len")
-    ask = {"model": "composer", "prompt": [list(row) for row in rows], "max_tokens": 1, "prompt_logprobs": k}
+    ask = {"model": name, "prompt": [list(row) for row in rows], "max_tokens": 1, "prompt_logprobs": k}
     answer = requests.post(f"{url}/v1/completions", json=ask | {"temperature": 1.0}, timeout=600)
     if answer.status_code != 200:
         raise RuntimeError(f"{url}: {answer.status_code}, {answer.text[:1000]}")
+    require_version(url, version)
     choices = answer.json()["choices"]
     if len(choices) != len(rows):
         raise RuntimeError(f"{len(choices)} answers for {len(rows)} rows")
@@ -61,7 +81,7 @@ def _read(said: Sequence[Any], row: Sequence[int], first: int, k: int) -> Served
         raise RuntimeError(f"{len(said or ())} places scored of {len(row)}")
     logprobs, ids, given = [], [], []
     for place in range(first, len(row)):
-        entries = {int(token): entry for token, entry in said[place].items()}
+        entries = {int(token): entry for token, entry in (said[place] or {}).items()}
         if row[place] not in entries:
             raise RuntimeError(f"place {place} was scored without its own token {row[place]}")
         likeliest = sorted(entries, key=lambda token: entries[token]["rank"])[:k]
@@ -78,13 +98,23 @@ def _read(said: Sequence[Any], row: Sequence[int], first: int, k: int) -> Served
     )  # fmt: skip
 
 # %% ../../nbs/frameworks/60_vllm_teacher.ipynb #vk000009
-def teacher_logits(served: Served, vocabulary: int) -> Float[Tensor, "N V"]:
+def refuse_what_reads_more(options: HintOptions, k: int) -> None:
+    "Raises ValueError for a loss that reads more of the teacher than `k` entries and the mass they leave."
+    if options.sdpo_top_k is None or options.sdpo_top_k > k or options.sdpo_top_k_source != "teacher":
+        raise ValueError(f"{k} entries were served: set sdpo_top_k={k} or less, sdpo_top_k_source='teacher'")
+    if options.sdpo_wrapper != "none" or options.sdpo_gate is not None:
+        raise ValueError("sdpo_wrapper and sdpo_gate look at all entries of the teacher: leave them off")
+    if options.sdpo_tail and (options.sdpo_temperature != 1.0 or options.sdpo_top_k < k):
+        raise ValueError("with sdpo_tail: temperature 1, and sdpo_top_k as large as what was served")
+
+
+def teacher_logits(served: Served, vocabulary: int, options: HintOptions) -> Float[Tensor, "N V"]:
     """Rows whose softmax is the teacher's on its k likeliest tokens, with the rest spread evenly.
 
-    For `sdpo_top_k=k, sdpo_top_k_source="teacher"`, where it is exact. Raises ValueError for ids outside the
-    vocabulary.
+    Raises ValueError for options that read more than these, and for ids outside the vocabulary.
     """
     places, k = served.ids.shape
+    refuse_what_reads_more(options, k)
     if places and int(served.ids.max()) >= vocabulary:
         raise ValueError(f"token {int(served.ids.max())} in a vocabulary of {vocabulary}: another tokenizer?")
     if k >= vocabulary:

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['BACKEND', 'Announced', 'leave_weights', 'read_weights', 'AgreedFolder', 'FolderWeights', 'pack_heads', 'engine_class',
-           'register']
+__all__ = ['BACKEND', 'Announced', 'leave_weights', 'read_weights', 'AgreedFolder', 'FolderWeights', 'partly_loaded',
+           'pack_heads', 'engine_class', 'register']
 
 # %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000006
 BACKEND = "composer_folder"
@@ -38,7 +38,7 @@ def leave_weights(folder: str | Path, named: Iterable[tuple[str, Tensor]], versi
     "Write the tensors as `version`; the file is there whole, or not at all."
     if not version.replace("-", "").isalnum():
         raise ValueError(f"version {version!r} becomes a file's name: letters, digits and hyphens only")
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
     path = Path(folder) / f"weights-{version}.safetensors"
     building = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -97,8 +97,11 @@ class FolderWeights(AgreedFolder):
 
     model: nn.Module
     loading = False
+    broken = ""
 
     def start_weight_update(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"restart this server, its model is half loaded: {self.broken}")
         self.loading = False
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
@@ -106,14 +109,18 @@ class FolderWeights(AgreedFolder):
         self.receive_weights(self.announced(update_info))
 
     def receive_weights(self, update_info: list[tuple[str, Tensor]]) -> None:
+        "Raises RuntimeError where the file does not fit the model; the server is of no use after that."
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         self.loading = True
-        taken = self.model.load_weights(iter(update_info))
-        if missing := sorted(wanted - set(taken if taken is not None else wanted)):
-            raise RuntimeError(f"{len(missing)} parameters got no new value, {missing[0]} among them")
+        try:
+            self.model.load_weights(iter(update_info))
+            if parts := partly_loaded(self.model):
+                raise RuntimeError(f"{len(parts)} layers got a part of their weights, {parts[0]} among them")
+        except Exception as error:
+            self.broken, self.loading = f"{type(error).__name__}: {error}", False
+            raise RuntimeError(f"restart this server, its model is half loaded: {self.broken}") from error
 
     def finish_weight_update(self) -> None:
         if self.loading:
@@ -123,12 +130,29 @@ class FolderWeights(AgreedFolder):
             pack_heads(self.model)
         self.loading = False
 
+# %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000010c
+def partly_loaded(model: nn.Module) -> list[str]:
+    "Layers with parameters that wait for some; embeddings may be padded beyond the file."
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    waiting = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        held = any(True for _ in layer.parameters(recurse=False))
+        if held and info.can_load() and not isinstance(layer, VocabParallelEmbedding):
+            if info.load_numel < (info.load_numel_total or 0):
+                waiting.append(name)
+    return waiting
+
 # %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000012
 def pack_heads(model: nn.Module) -> int:
-    "Make again what was made of embeddings that also score; how many. Does nothing on a GPU."
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    "Make again what was made of embeddings that also score, where they are not quantised; how many."
+    from vllm.model_executor.layers import vocab_parallel_embedding as embeddings
 
-    heads = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    known = embeddings.VocabParallelEmbedding, embeddings.UnquantizedEmbeddingMethod
+    heads = [layer for layer in model.modules() if isinstance(layer, known[0])]
+    heads = [layer for layer in heads if isinstance(layer.quant_method, known[1])]
     for layer in heads:
         layer.quant_method.process_weights_after_loading(layer)
     return len(heads)

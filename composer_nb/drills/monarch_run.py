@@ -274,7 +274,10 @@ async def learn_again(job: Mapping[str, Any], run: Mapping[str, Any]) -> dict[st
         plan = plan_of(job, {"config": config} | run)
         made = actor_of(watched(str(out / name)))
         trainer = procs.spawn(name, made, plan.load, LossConfig(**config), plan.group, plan.lr)
+        await trainer.pid.call_one()  # it is up, with its model
+        began = time.perf_counter()
         told[name] = asdict(await trainer.learn.call_one(0, judged, pairs))
+        told[name]["seconds"] = time.perf_counter() - began
     await procs.stop("done")
     return told
 

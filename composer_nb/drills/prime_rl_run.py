@@ -40,6 +40,7 @@ class Row:
     logprobs: list[float]
     reward: float
     hint: str
+    header: int  # where the header of the answer begins
 
 
 def own_scores(model: Any, ids: Sequence[int]) -> torch.Tensor:
@@ -60,6 +61,11 @@ class ModelScores:
             return [0.0, *own_scores(self.model, token_ids).tolist()]
 
 
+def header_at(tokenizer: Any, word: str) -> int:
+    "Length of the prompt without the header of the answer."
+    return len(tokenizer.apply_chat_template(messages(word), add_generation_prompt=False)["input_ids"])
+
+
 def messages(word: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Write: {word}"}]
 
@@ -74,7 +80,8 @@ def drawn_rows(model: Any, tokenizer: Any) -> list[Row]:
         with torch.no_grad():
             logprobs = own_scores(model, [*prompt, *ids])[len(prompt) - 1 :].tolist()
         reward = float(torch.rand((), generator=draws))
-        rows.append(Row(word, prompt, ids, logprobs, reward, f"Not {word}" if place % 2 else ""))
+        rows.append(Row(word, prompt, ids, logprobs, reward, f"Not {word}" if place % 2 else "",
+                        header_at(tokenizer, word)))  # fmt: skip
     return rows
 
 
@@ -93,12 +100,12 @@ def episode_of(row: Row, number: int) -> Any:
     from verifiers.v1.types import AssistantMessage, UserMessage
 
     task = TraceTask(type="Letters", data=vf.TaskData(idx=number, prompt=row.word))
-    ask = MessageNode(
-        message=UserMessage(content=row.word), token_ids=row.prompt, mask=[False] * len(row.prompt)
-    )
+    cut = row.header  # the answer's header lies on its own node
+    asked, header = row.prompt[:cut], row.prompt[cut:]
+    ask = MessageNode(message=UserMessage(content=row.word), token_ids=asked, mask=[False] * len(asked))
     said = MessageNode(
-        parent=0, message=AssistantMessage(content=""), sampled=True, token_ids=row.ids,
-        mask=[True] * len(row.ids), logprobs=row.logprobs,
+        parent=0, message=AssistantMessage(content=""), sampled=True, token_ids=[*header, *row.ids],
+        mask=[False] * len(header) + [True] * len(row.ids), logprobs=row.logprobs,
     )  # fmt: skip
     agent = AgentInfo(config=vf.AgentConfig())
     earned = {"letters": Reward(score=row.reward)}
@@ -111,21 +118,22 @@ def told_turns(tokenizer: Any, trace: Any) -> list[tuple[int, list[int]]]:
     "The `feedback` of these runs: the only turn, behind the context with its hint."
     if not trace.info.get("hint"):
         return []
-    ids = trace.nodes[0].token_ids
-    context = messages(trace.task.data.prompt)
+    header = trace.nodes[1].token_ids[: trace.nodes[1].mask.index(True)]
+    ids, context = [*trace.nodes[0].token_ids, *header], messages(trace.task.data.prompt)
     return [(1, hinted_context_ids(tokenizer, context, trace.info["hint"], ids))]
 
 
 def micro_batches(
-    pool: Any, tokenizer: Any, rows: Sequence[Row], preferences: PreferenceOptions = PREFERENCES
-) -> list[Any]:
+    pool: Any, tokenizer: Any, rows: Sequence[Row], preferences: PreferenceOptions = PREFERENCES,
+    given: Sequence[PairIds] | None = None,
+) -> list[Any]:  # fmt: skip
     "Everything between rollouts and the trainer, by PRIME-RL."
     from prime_rl.configs.algorithm import GRPOAlgoConfig
     from prime_rl.orchestrator.algo import build_algorithm, stamp_loss_routing
     from prime_rl.orchestrator.trajectories import trace_to_samples
     from prime_rl.trainer.batch import build_bin_cost, prepare_batch
 
-    first, pairs = list[Any](), pair_ids(tokenizer)
+    first, pairs = list[Any](), pair_ids(tokenizer) if given is None else given
     register(partial(told_turns, tokenizer), lambda e: pairs if e is first[0] else [], HINTS, preferences)
     algorithm = build_algorithm(GRPOAlgoConfig(), pool)
     episodes = [episode_of(row, number // GROUP) for number, row in enumerate(rows)]
@@ -242,7 +250,7 @@ def compare(folder: Path) -> dict[str, Any]:
             "counts": kept[0]["scales"], "scored": dict(parts.scored), "channels": {channel: part.item() for channel, part in parts.lit.items()},
             "sequences": sum(len(k["ids"]) for k in kept),
         }  # fmt: skip
-        told["micro_batches"] = told.get("micro_batches", kept)
+        told["cases"][name]["micro_batches"] = kept
     return told
 
 
@@ -282,7 +290,7 @@ def sampled_rows(url: str, tokenizer: Any) -> list[Row]:
         for choice in said.json()["choices"]:
             text = [[{"content": choice["text"]}]]
             ids, own = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            rows.append(Row(word, prompt, ids, own, share(text)[0], hint(text)[0]))
+            rows.append(Row(word, prompt, ids, own, share(text)[0], hint(text)[0], header_at(tokenizer, word)))
     return rows
 
 

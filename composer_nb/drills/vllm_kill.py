@@ -11,14 +11,43 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import torch
 
 from composer_nb.adapters.vllm_client import SamplingClient, version_at
 from composer_nb.adapters.vllm_server import serve
+from composer_nb.core import token_logprobs
 from composer_nb.drills.vllm_train import scores, small_letters
 from composer_nb.models import load_model
+
+
+ROWS = "completion_ids", "logprobs"
+
+
+def apart_of(model: Any, prompt: list[int], ids: list[int], logprobs: list[list[float]]) -> float:
+    "Largest difference of an answer's own log-probs to the model's."
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    own = token_logprobs(logits, torch.tensor(ids))
+    return (own - torch.tensor([row[0] for row in logprobs])).abs().max().item()
+
+
+def asked_meanwhile(client: Any, folder: Path, port: int, stack: Any, text: list[int]) -> tuple[Any, Any]:
+    "Ask a server that is gone, while somebody starts it again; the answer, and what was warned of."
+
+    def come_back() -> None:
+        stack.enter_context(serve(str(folder / "model"), threads=1, length=128, port=port))
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            return client.generate([text[:8]], n=4, max_tokens=6), heard
+    finally:
+        thread.join()
 
 
 def main(folder: Path) -> None:
@@ -39,22 +68,13 @@ def main(folder: Path) -> None:
         sent = scores(client, model, text)
         os.killpg(first.process.pid, signal.SIGKILL)
         first.process.wait()
-        port, second = urlparse(first.url).port, []
-
-        def come_back() -> None:
-            second.append(stack.enter_context(serve(str(folder / "model"), threads=1, length=128, port=port)))
-
-        thread = threading.Thread(target=come_back)
-        thread.start()
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            answer = client.generate([text[:8]], n=4, max_tokens=6)
-        thread.join()
+        answer, heard = asked_meanwhile(client, folder, urlparse(first.url).port, stack, text)
         told = {
             "began": began, "moved": moved, "sent": sent, "back": scores(client, model, text),
             "answers": len(answer["completion_ids"]), "again": client.again,
             "version": version_at(first.url) == client.told.version,
             "heard": sum("sent again" in str(w.message) for w in heard),
+            "sampled": max(apart_of(model, text[:8], *row) for row in zip(*map(answer.get, ROWS))),
         }  # fmt: skip
     (folder / "kill.json").write_text(json.dumps(told), encoding="utf-8")
 
