@@ -454,7 +454,8 @@ def test_every_import_of_a_page_is_installed_by_its_launch_cell(name: str) -> No
     luck.
     """
     core = {
-        "pyarrow", "verl", "monarch",  # datasets brings the first, environments of their own have the others
+        "pyarrow", "requests",  # datasets brings both
+        "verl", "monarch", "vllm", "prime_rl", "verifiers",  # environments of their own have these
         "torch", "transformers", "trl", "accelerate", "datasets", "httpx", "safetensors", "fsspec", "tqdm",
         "jaxtyping", "filelock", "platformdirs", "typer", "packaging", "numpy", "jinja2", "yaml",
         "composer_nb",
