@@ -149,7 +149,8 @@ model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cac
 	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
 
 .PHONY: environments
-environments: env-verl env-monarch env-vllm ## make all, for the tests of parity
+environments: env-verl env-monarch env-vllm ## make all, for the tests of parity; PRIME-RL's where git reaches it
+	@$(MAKE) --no-print-directory env-prime-rl || echo "PRIME-RL will not be run: its recording is compared"
 
 .PHONY: env-verl
 env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache

@@ -20,6 +20,7 @@ from composer_nb.adapters.environments import (
     EnvironmentMissing,
     cost_of,
     make_environment,
+    require_tested,
     run_in,
     variables,
 )
@@ -155,3 +156,12 @@ def test_verl_finds_our_plugin_by_its_entry_point() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["composer_nb"]
     pins = environments.ENVIRONMENTS["verl"].pins.relative_to(ROOT / "composer_nb")
     assert any(pins.match(pattern) for pattern in patterns)  # or a wheel would come without them
+
+
+def test_a_version_that_was_not_tried_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentMissing, match="has no no-such-package"):
+        require_tested("no-such-package", ("1",))
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.90.1")
+    with pytest.raises(RuntimeError, match=r"verl 0\.90\.1 was not tried .* install verl 0\.9\.\*"):
+        require_tested("verl", ("0.9",))
+    assert require_tested("verl", ("0.9", "0.90")) == "0.90.1"

@@ -4,6 +4,8 @@ that was killed is given its weights again; one that cannot start says why.
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -198,7 +200,8 @@ def test_log_probs_may_be_left_out_for_empty_answers() -> None:
 class Fickle(BaseHTTPRequestHandler):
     "A server of two lives: it drops a request while it samples, and comes back with its first weights."
 
-    version, dropped, asked, open_update = "default", False, [], False
+    version, dropped, asked, open_update, always = "default", False, [], False, False
+    release = "0.32.7"
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -212,6 +215,7 @@ class Fickle(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind = type(self)
         answers = {"/weight_info": {"weight_version": kind.version}, "/v1/models": {"data": [{"id": "m"}]}}
+        answers["/version"] = {"version": kind.release}
         answers["/server_info"] = {"vllm_config": {"weight_transfer_config": {"backend": "composer_folder"}}}
         self.say(answers.get(self.path.partition("?")[0], {}))
 
@@ -225,7 +229,7 @@ class Fickle(BaseHTTPRequestHandler):
                 return self.say({"error": "a weight update is already active"}, 500)
         if self.path == "/finish_weight_update":
             kind.version = body.get("weight_version") or kind.version
-        if self.path == "/v1/completions" and not kind.dropped:
+        if self.path == "/v1/completions" and (kind.always or not kind.dropped):
             kind.dropped, kind.version = True, "default"
             return self.connection.close()
         said = {"prompt_token_ids": [1], "token_ids": [5], "logprobs": None, "text": kind.version}
@@ -263,6 +267,66 @@ def test_a_server_that_dies_while_it_samples_is_given_its_weights_first(
     assert [p.name for p in tmp_path.iterdir()] == [f"weights-{own}.safetensors"]
     client.close_communicator()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vllm_that_was_not_tried_is_refused(
+    fickle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, url = fickle
+    kind.release = "0.33.0"
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 was not tried"):
+        client_at(url, tmp_path, monkeypatch)
+
+
+def test_a_question_that_ends_the_server_each_time_is_not_asked_for_ever(
+    fickle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, url = fickle
+    kind.always = True
+    client = client_at(url, tmp_path, monkeypatch, wait_s=1.0)
+    client.update_model_params(nn.Linear(2, 2))
+    with pytest.warns(UserWarning), pytest.raises(ConnectionError, match="stayed away"):
+        client._newest(lambda: client._post(f"{url}/v1/completions", json={}), (), {})
+    assert 2 <= kind.asked.count("/v1/completions") < 40
+
+
+WATCHED = """
+import subprocess, sys, time
+from composer_nb.adapters.vllm_server import _watch
+sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+watcher = _watch(sleeper.pid)
+print(sleeper.pid, flush=True)
+if sys.argv[1] == "ends":
+    watcher.communicate(b"done\\n")
+    time.sleep(0.3)
+    print(sleeper.poll(), flush=True)
+    sleeper.kill()
+time.sleep(60)
+"""
+
+
+def gone(pid: int) -> bool:
+    "Whether the process is over, or a zombie that nobody waits for."
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_server_ends_with_who_started_it_however_that_ends() -> None:
+    words = [sys.executable, "-c", WATCHED]
+    with subprocess.Popen([*words, "dies"], stdout=subprocess.PIPE, text=True) as owner:
+        sleeper = int(owner.stdout.readline())
+        assert not gone(sleeper)
+        owner.kill()
+    until = time.monotonic() + 10
+    while not gone(sleeper) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone(sleeper)
+    with subprocess.Popen([*words, "ends"], stdout=subprocess.PIPE, text=True) as owner:
+        owner.stdout.readline()
+        assert owner.stdout.readline() == "None\n"  # told that all is done, the watcher leaves it alone
+        owner.kill()
 
 
 def test_a_server_that_stays_away_is_an_error_of_its_own(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -27,7 +28,7 @@ from ..models import cache_dir
 
 # %% auto #0
 __all__ = ['STAMP', 'ENVIRONMENTS', 'EnvironmentMissing', 'Source', 'Environment', 'require_beside', 'make_environment',
-           'cost_of', 'variables', 'run_in']
+           'cost_of', 'variables', 'run_in', 'require_tested']
 
 # %% ../../nbs/frameworks/50_environments.ipynb #ev000006
 STAMP = "made.json"
@@ -240,3 +241,18 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
+
+# %% ../../nbs/frameworks/50_environments.ipynb #ev000013b
+def require_tested(package: str, tested: Sequence[str]) -> str:
+    """The version of `package` in this process; `tested` holds versions' beginnings, such as "0.9".
+
+    Raises EnvironmentMissing where it is not installed, RuntimeError for a version that was not tried.
+    """
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise EnvironmentMissing(f"this process has no {package}: start it in its environment") from None
+    if not any(f"{found}.".startswith(f"{one}.") for one in tested):
+        remedy = f"install {package} {', '.join(f'{one}.*' for one in tested)}"
+        raise RuntimeError(f"{package} {found} was not tried with this adapter: {remedy}")
+    return found

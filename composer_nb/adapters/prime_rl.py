@@ -93,13 +93,16 @@ class Scores(Protocol):
 
 @dataclass(frozen=True)
 class ServedScores:
-    "Scores of a vLLM of today, by the endpoint that all versions have (PRIME-RL's own pool asks another)."
+    """Scores of a vLLM of today, by the endpoint that all versions have (PRIME-RL's own pool asks another).
+
+    `version` says which weights the server must have, where somebody knows.
+    """
 
     url: str
-    model_name: str = "composer"
+    version: Callable[[], str | None] = lambda: None
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        served = await asyncio.to_thread(top_k_of, self.url, [token_ids], [1], 1)
+        served = await asyncio.to_thread(top_k_of, self.url, [token_ids], [1], 1, self.version())
         return [0.0, *served[0].given.tolist()]
 
 
@@ -152,27 +155,27 @@ async def _given(found: Any) -> list[Any]:
 
 
 def refuse_temperature(trace: Any) -> None:
-    "Raises ValueError for a trace that was sampled at another temperature than 1."
-    for call in trace.calls:
-        heat = getattr(call.sampling, "temperature", None)
-        if heat not in (None, 1.0):
-            raise ValueError(f"sampled at temperature {heat}: hints and pairs are scored at 1; set it to 1")
+    "Raises ValueError for a trace that was sampled at another temperature than 1, or does not say at which."
+    told = {getattr(call.sampling, "temperature", None) for call in trace.calls} or {None}
+    if told != {1.0}:
+        said = ", ".join(sorted(map(str, told)))
+        raise ValueError(f"sampled at temperature {said}: hints and pairs are scored at 1; set it to 1")
 
 
 @dataclass(frozen=True)
 class Channels:
-    "What the algorithm is made with. `longest`: ids that the server and the trainer take, 0 for no bound."
+    "What the algorithm is made with. `longest`: ids that the server and the trainer take."
 
     feedback: Feedback
     pairs: Pairs
     hints: HintOptions
     preferences: PreferenceOptions
-    longest: int = 0
+    longest: int
     pool: Scores | None = None
 
     def fits(self, what: str, length: int) -> bool:
         "Whether a text of that many ids may be scored; says so where not."
-        if self.longest and length > self.longest:
+        if length > self.longest:
             _LOG.warning("a %s of %d ids is left out: longest is %d", what, length, self.longest)
             return False
         return True
@@ -235,13 +238,14 @@ def algorithm_class(channels: Channels) -> type:
 
     return ComposerAlgorithm
 
-
+# %% ../../nbs/frameworks/61_prime_rl.ipynb #pr000016b
 def register(
-    feedback: Feedback, pairs: Pairs, hints: HintOptions, preferences: PreferenceOptions, longest: int = 0,
+    feedback: Feedback, pairs: Pairs, hints: HintOptions, preferences: PreferenceOptions, longest: int,
     pool: Scores | None = None,
 ) -> type:  # fmt: skip
     """Put the three channels in the place of PRIME-RL's GRPO, and return the class.
 
+    `longest` is the smaller of the trainer's `seq_len` and the server's context; what is longer is left out.
     Its configuration has no word for algorithms of others, so the TOML still says `type = "grpo"`. `pool`
     scores instead of the policy's own. Raises ValueError for options that its loss cannot express.
     """

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .environments import require_tested
 from ..batch import ComposerBatch
 from composer_nb.loss.channels import (
     distillation_channel,
@@ -167,7 +168,8 @@ def jagged(rows: list[Tensor]) -> Tensor:
 
 
 def as_tensordict(batch: ComposerBatch, config: LossConfig, **settings: Any) -> Any:
-    "verl's batch for one `train_batch`; `settings` are verl's own, such as `num_mini_batch=1`. Needs verl."
+    "verl's batch for one `train_batch`; `settings` are verl's own, as `num_mini_batch=1`. Needs verl 0.9."
+    require_tested("verl", ("0.9",))
     from verl.utils import tensordict_utils
 
     tensors, own = step_fields(batch, config)

@@ -19,42 +19,19 @@ import requests
 from torch import Tensor
 from trl.generation.vllm_client import VLLMClient
 
+from .vllm_server import AWAY, answered, asked_of, healthy, version_at
 from .vllm_weights import BACKEND, Announced, leave_weights
 
 T = TypeVar("T")
 
 # %% auto #0
-__all__ = ['T', 'LOST', 'AWAY', 'answered', 'version_at', 'healthy', 'FolderClient', 'PatientClient', 'SendingClient',
-           'check_logprobs', 'SamplingClient', 'weights_through']
-
-# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000006
-LOST = (502, 503, 504)  # what a proxy says of a server that is not there
-_kinds = requests.exceptions
-AWAY = (_kinds.ConnectionError, _kinds.ChunkedEncodingError, _kinds.Timeout)
-
-
-def answered(answer: requests.Response, what: str) -> requests.Response:
-    "Raises requests' ConnectionError for a server that is not there, RuntimeError for what it refuses."
-    if answer.status_code in LOST:
-        raise requests.exceptions.ConnectionError(f"{what}: {answer.status_code}")
-    if answer.status_code != 200:
-        raise RuntimeError(f"{what}: {answer.status_code}, {answer.text[:1000]}")
-    return answer
-
-
-def version_at(url: str) -> str:
-    "Which weights the server at `url` has."
-    return answered(requests.get(f"{url}/weight_info", timeout=60), "weight_info").json()["weight_version"]
-
-
-def healthy(url: str) -> bool:
-    "Whether it answers, and well."
-    try:
-        return requests.get(f"{url}/health", timeout=5).status_code == 200
-    except requests.exceptions.RequestException:
-        return False
+__all__ = ['T', 'TESTED', 'FolderClient', 'PatientClient', 'HandingClient', 'SendingClient', 'check_logprobs', 'SamplingClient',
+           'weights_through']
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000006b
+TESTED = ("0.32.",)  # of vLLM
+
+# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000006c
 class FolderClient(VLLMClient):
     """TRL's client of a vLLM server, with weights handed over in `folder` (seen by both).
 
@@ -73,6 +50,9 @@ class FolderClient(VLLMClient):
 
     def init_communicator(self, device: Any = 0) -> None:
         "TRL calls this once. `device` is not needed: weights go through files."
+        if not str(found := asked_of(self.base_url, "version")["version"]).startswith(TESTED):
+            said = f"vLLM {found} was not tried with weights in a folder"
+            raise RuntimeError(f"{said}: serve {', '.join(f'{one}*' for one in TESTED)}")
         found = (self.get_server_info()["weight_transfer_config"] or {}).get("backend")
         if found != BACKEND:
             asks = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
@@ -109,18 +89,9 @@ class PatientClient(FolderClient):
                     raise ConnectionError(f"{self.base_url} stayed away for {self.wait_s} s") from error
                 time.sleep(0.1)
 
-# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007
-class SendingClient(PatientClient):
-    "Writes a version, hands it over, and looks whether it is still there."
-
-    def update_named_params(self, metadata: Any, named_params: Iterable[tuple[str, Tensor]]) -> None:
-        "TRL's call after an optimizer step. The version before it is removed when the new one is written."
-        self.count += 1
-        before = self.told
-        self.told = leave_weights(self.folder, named_params, f"{self.name}-{self.count}")
-        if before is not None:
-            (self.folder / before.file).unlink(missing_ok=True)
-        self._until_up(self._hand_over)
+# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007c
+class HandingClient(PatientClient):
+    "Hands the last version over, step by step as vLLM wants it."
 
     def _hand_over(self) -> None:
         told = self.told
@@ -133,10 +104,28 @@ class SendingClient(PatientClient):
                 raise
             self._tell("finish_weight_update", {})  # who began it is gone
             self._tell("start_weight_update", {})
-        self._tell("update_weights", {"update_info": vars(told)})
+        try:
+            self._tell("update_weights", {"update_info": vars(told)})
+        except RuntimeError as error:
+            if "half loaded" in str(error):  # nobody shall take it for the version that it had
+                self._tell("update_weight_version", {"new_version": f"broken-by-{told.version}"})
+            raise
         if self._tell("reset_prefix_cache", {}).get("success") is False:
             raise RuntimeError(f"{self.base_url} kept prefixes that were computed with older weights")
         self._tell("finish_weight_update", {"weight_version": told.version})
+
+# %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007
+class SendingClient(HandingClient):
+    "Writes a version, hands it over, and looks whether it is still there."
+
+    def update_named_params(self, metadata: Any, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        "TRL's call after an optimizer step. The version before it is removed when the new one is written."
+        self.count += 1
+        before = self.told
+        self.told = leave_weights(self.folder, named_params, f"{self.name}-{self.count}")
+        if before is not None:
+            (self.folder / before.file).unlink(missing_ok=True)
+        self._until_up(self._hand_over)
 
     def reset_prefix_cache(self) -> None:
         "TRL's call behind an update, which has done it."
@@ -182,15 +171,15 @@ class SamplingClient(SendingClient):
 
     def _newest(self, ask: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any]) -> T:
         "An answer between two looks at the version that found the same."
-        while True:
-            self._until_up(self.bring_up_to_date)
-            try:
-                found = ask(*args, **options)
-            except AWAY:
-                self._until_up(self.bring_up_to_date)
-                continue
-            if self.told is None or self._until_up(lambda: version_at(self.base_url)) == self.told.version:
-                return found
+
+        def once() -> T:
+            self.bring_up_to_date()
+            found = ask(*args, **options)
+            if self.told is not None and (now := version_at(self.base_url)) != self.told.version:
+                raise requests.exceptions.ConnectionError(f"answered with weights {now}")
+            return found
+
+        return self._until_up(once)
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000008c
 @contextlib.contextmanager

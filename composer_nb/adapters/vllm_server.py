@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import importlib.util
 import json
 import os
@@ -15,18 +14,19 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import requests
+
 from .environments import make_environment, variables
 
 # %% auto #0
-__all__ = ['server_words', 'server_variables', 'ServerDied', 'Server', 'serve']
+__all__ = ['LOST', 'AWAY', 'server_words', 'server_variables', 'answered', 'asked_of', 'version_at', 'healthy', 'ServerDied',
+           'Server', 'serve']
 
 # %% ../../nbs/frameworks/57_vllm_server.ipynb #vs000006
 def server_words(
@@ -52,6 +52,38 @@ def server_variables(threads: int) -> dict[str, str]:
     if importlib.util.find_spec("vllm") is not None:
         return os.environ | settings
     return variables(make_environment("vllm"), **settings)
+
+# %% ../../nbs/frameworks/57_vllm_server.ipynb #vs000007b
+LOST = (502, 503, 504)  # what a proxy says of a server that is not there
+_kinds = requests.exceptions
+AWAY = (_kinds.ConnectionError, _kinds.ChunkedEncodingError, _kinds.Timeout)
+
+
+def answered(answer: requests.Response, what: str) -> requests.Response:
+    "Raises one of `AWAY` for a server that is not there, RuntimeError for what it refuses."
+    if answer.status_code in LOST:
+        raise requests.exceptions.ConnectionError(f"{what}: {answer.status_code}")
+    if answer.status_code != 200:
+        raise RuntimeError(f"{what}: {answer.status_code}, {answer.text[:1000]}")
+    return answer
+
+
+def asked_of(url: str, path: str) -> Any:
+    "JSON that the server at `url` has at `path`."
+    return answered(requests.get(f"{url}/{path}", timeout=60), path).json()
+
+
+def version_at(url: str) -> str:
+    "Which weights the server at `url` has."
+    return asked_of(url, "weight_info")["weight_version"]
+
+
+def healthy(url: str) -> bool:
+    "Whether it answers, and well."
+    try:
+        return requests.get(f"{url}/health", timeout=5).status_code == 200
+    except requests.exceptions.RequestException:
+        return False
 
 # %% ../../nbs/frameworks/57_vllm_server.ipynb #vs000008
 class ServerDied(RuntimeError):
@@ -79,21 +111,11 @@ class Server:
         if self.process.poll() is not None:
             raise ServerDied(f"vLLM ended with {self.process.returncode}:\n{self.last_words()}")
 
-    def get(self, path: str, timeout: float = 60.0) -> Any:
-        "The answer's JSON."
-        with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
-            return json.load(answer)
-
     def post(self, path: str, body: Any, timeout: float = 600.0) -> Any:
         "The answer's JSON. Raises ServerDied, or RuntimeError with what the server said."
-        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
-        asked = urllib.request.Request(self.url + path, data, kind)
         try:
-            with urllib.request.urlopen(asked, timeout=timeout) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{path}: {error.code}, {error.read().decode(errors='replace')}") from None
-        except (OSError, http.client.HTTPException):  # it went away; for good?
+            return answered(requests.post(self.url + path, json=body, timeout=timeout), path).json()
+        except AWAY:  # for good?
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
             self.check()
@@ -121,11 +143,11 @@ def serve(
             [sys.executable, *words], env=server_variables(threads), stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        stack.callback(_watch(process.pid).communicate, b"done\n")
         stack.callback(_end, process)
-        stack.callback(_watch(process.pid).stdin.close)
         server = Server(f"http://127.0.0.1:{port}", process, place / "server.log")
         _wait(server, wait_s)
-        if (found := server.get("/v1/models")["data"][0]["root"]) != model:
+        if (found := asked_of(server.url, "v1/models")["data"][0]["root"]) != model:
             raise RuntimeError(f"{server.url} serves {found}, not {model}: somebody else took the port")
         yield server
 
@@ -142,8 +164,8 @@ def _refuse_taken(port: int) -> None:
 
 
 def _watch(group: int) -> subprocess.Popen[bytes]:
-    "Ends the group when its own input ends: with this process, however that comes."
-    words = ["sh", "-c", 'read -r _; kill -KILL -- "-$0" 2>/dev/null', str(group)]
+    "Ends the group when its input ends without a word: with this process, however that comes."
+    words = ["sh", "-c", 'read -r said || kill -KILL "-$0"', str(group)]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -151,8 +173,7 @@ def _wait(server: Server, wait_s: float) -> None:
     until = time.monotonic() + wait_s
     while True:
         server.check()
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(server.url + "/health", timeout=5).close()
+        if healthy(server.url):
             return
         if time.monotonic() > until:
             raise TimeoutError(f"vLLM is not ready after {wait_s} s; it said:\n{server.last_words()}")

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .vllm_server import answered, asked_of, version_at
 from ..loss.config import HintOptions
 
 # %% auto #0
@@ -32,19 +33,13 @@ class Served:
 
 def model_at(url: str) -> tuple[str, int]:
     "Name of the model at `url`, and how many tokens of prompt and answer it takes."
-    answer = requests.get(f"{url}/v1/models", timeout=60)
-    answer.raise_for_status()
-    found = answer.json()["data"][0]
+    found = asked_of(url, "v1/models")["data"][0]
     return found["id"], int(found["max_model_len"])
 
 
 def require_version(url: str, version: str | None) -> None:
     "Raises RuntimeError for a server with other weights; None asks nothing."
-    if version is None:
-        return
-    answer = requests.get(f"{url}/weight_info", timeout=60)
-    answer.raise_for_status()
-    if (found := answer.json()["weight_version"]) != version:
+    if version is not None and (found := version_at(url)) != version:
         raise RuntimeError(f"{url} has weights {found}, and {version} was to teach: hand them over first")
 
 # %% ../../nbs/frameworks/60_vllm_teacher.ipynb #vk000006b
@@ -54,7 +49,8 @@ def top_k_of(
     """The `k` likeliest tokens at each place from `firsts` on, for each row of token ids.
 
     Raises ValueError for a row that leaves the context, a place before 1 and k < 1; RuntimeError for a server
-    with other weights than `version`, and for an answer that lacks places or entries.
+    with other weights than `version`, and for an answer that lacks places or entries; one of
+    `vllm_server.AWAY` for a server that is gone.
     """
     if k < 1 or len(rows) != len(firsts) or any(not 0 < f <= len(r) for f, r in zip(firsts, rows)):
         raise ValueError(f"k={k}, {len(rows)} rows, first places {list(firsts)}: one for each, from 1")
@@ -67,10 +63,8 @@ def top_k_of(
         raise ValueError(f"{said}: shorten the hint, or start it with a longer --max-model-len")
     ask = {"model": name, "prompt": [list(row) for row in rows], "max_tokens": 1, "prompt_logprobs": k}
     answer = requests.post(f"{url}/v1/completions", json=ask | {"temperature": 1.0}, timeout=600)
-    if answer.status_code != 200:
-        raise RuntimeError(f"{url}: {answer.status_code}, {answer.text[:1000]}")
+    choices = answered(answer, url).json()["choices"]
     require_version(url, version)
-    choices = answer.json()["choices"]
     if len(choices) != len(rows):
         raise RuntimeError(f"{len(choices)} answers for {len(rows)} rows")
     return [_read(choice["prompt_logprobs"], row, f, k) for choice, row, f in zip(choices, rows, firsts)]

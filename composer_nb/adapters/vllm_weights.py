@@ -96,6 +96,7 @@ class FolderWeights(AgreedFolder):
     "What a worker does with a version. Mixed into vLLM's `WeightTransferEngine` by `engine_class`."
 
     model: nn.Module
+    model_config: Any  # vLLM's
     loading = False
     broken = ""
 
@@ -116,7 +117,8 @@ class FolderWeights(AgreedFolder):
         self.loading = True
         try:
             self.model.load_weights(iter(update_info))
-            if parts := partly_loaded(self.model):
+            tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+            if parts := partly_loaded(self.model, tied):
                 raise RuntimeError(f"{len(parts)} layers got a part of their weights, {parts[0]} among them")
         except Exception as error:
             self.broken, self.loading = f"{type(error).__name__}: {error}", False
@@ -126,23 +128,32 @@ class FolderWeights(AgreedFolder):
         if self.loading:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[attr-defined]
+            finalize_layerwise_reload(self.model, self.model_config)
             pack_heads(self.model)
         self.loading = False
 
 # %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000010c
-def partly_loaded(model: nn.Module) -> list[str]:
-    "Layers with parameters that wait for some; embeddings may be padded beyond the file."
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+def partly_loaded(model: nn.Module, tied: bool) -> list[str]:
+    """Layers with parameters that wait for some.
+
+    An embedding may be padded beyond the file, a `tied` head has none of its own, and scales of attention
+    are put back by vLLM itself.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        get_layerwise_info,
+        is_deferred_attention_layer,
+    )
 
     waiting = []
     for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        held = any(True for _ in layer.parameters(recurse=False))
-        if held and info.can_load() and not isinstance(layer, VocabParallelEmbedding):
-            if info.load_numel < (info.load_numel_total or 0):
-                waiting.append(name)
+        info, held = get_layerwise_info(layer), any(True for _ in layer.parameters(recurse=False))
+        if not held or not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+        bound = tied and isinstance(layer, ParallelLMHead)
+        if info.load_numel < (info.load_numel_total or 0) and not padded and not bound:
+            waiting.append(name)
     return waiting
 
 # %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000012

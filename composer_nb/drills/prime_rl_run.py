@@ -54,7 +54,6 @@ class ModelScores:
     "A pool whose server is a model in this process."
 
     model: Any
-    model_name: str = "here"
 
     async def score(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
@@ -96,7 +95,7 @@ def episode_of(row: Row, number: int) -> Any:
     "An episode of verifiers with the rollout's trace."
     import verifiers.v1 as vf
     from verifiers.v1.graph import MessageNode
-    from verifiers.v1.trace import AgentInfo, Reward, TraceTask
+    from verifiers.v1.trace import AgentInfo, ModelCall, Reward, TraceTask
     from verifiers.v1.types import AssistantMessage, UserMessage
 
     task = TraceTask(type="Letters", data=vf.TaskData(idx=number, prompt=row.word))
@@ -109,7 +108,8 @@ def episode_of(row: Row, number: int) -> Any:
     )  # fmt: skip
     agent = AgentInfo(config=vf.AgentConfig())
     earned = {"letters": Reward(score=row.reward)}
-    trace = vf.Trace(task=task, agent=agent, nodes=[ask, said], rewards=earned, ok=True)
+    calls = [ModelCall(node=1, sampling={"temperature": 1.0})]
+    trace = vf.Trace(task=task, agent=agent, nodes=[ask, said], calls=calls, rewards=earned, ok=True)
     trace.info["hint"] = row.hint
     return vf.Episode(task=task, ok=True, traces=[trace])
 
@@ -134,7 +134,7 @@ def micro_batches(
     from prime_rl.trainer.batch import build_bin_cost, prepare_batch
 
     first, pairs = list[Any](), pair_ids(tokenizer) if given is None else given
-    register(partial(told_turns, tokenizer), lambda e: pairs if e is first[0] else [], HINTS, preferences)
+    register(partial(told_turns, tokenizer), lambda e: pairs if e is first[0] else [], HINTS, preferences, 256)
     algorithm = build_algorithm(GRPOAlgoConfig(), pool)
     episodes = [episode_of(row, number // GROUP) for number, row in enumerate(rows)]
     first.append(episodes[0])
@@ -305,7 +305,7 @@ def train(folder: Path, url: str, steps: int = 3) -> list[dict[str, float]]:
     optimizer, told = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
     for step in range(steps):
         rows = sampled_rows(url, tokenizer)
-        batches = micro_batches(ServedScores(url), tokenizer, rows)
+        batches = micro_batches(ServedScores(url, lambda: client.told and client.told.version), tokenizer, rows)
         optimizer.zero_grad()
         kept: list[Any] = []
         loss = their_loss(model, batches, kept)

@@ -16,8 +16,8 @@ from urllib.parse import urlparse
 
 import torch
 
-from composer_nb.adapters.vllm_client import SamplingClient, version_at
-from composer_nb.adapters.vllm_server import serve
+from composer_nb.adapters.vllm_client import SamplingClient
+from composer_nb.adapters.vllm_server import serve, version_at
 from composer_nb.core import token_logprobs
 from composer_nb.drills.vllm_train import scores, small_letters
 from composer_nb.models import load_model

@@ -39,12 +39,13 @@ def furthest(there: Any, model: Any) -> float:
     return (token_logprobs(logits, torch.tensor([TEXT[1:]]))[0] - given).abs().max().item()
 
 
-def hand_over(there: Any, model: Any, folder: Path, version: str) -> None:
-    "All weights of `model`, moved."
+def hand_over(there: Any, model: Any, folder: Path, version: str, but: str = "") -> None:
+    "All weights of `model`, moved; without the one whose name has `but` in it."
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * weight.std() * 0.2)
-    told = vllm_weights.leave_weights(folder, model.named_parameters(), version)
+    named = [(name, value) for name, value in model.named_parameters() if not but or but not in name]
+    told = vllm_weights.leave_weights(folder, named, version)
     there.start_weight_update()
     there.update_weights({"update_info": vars(told)})
     there.finish_weight_update()
@@ -71,6 +72,11 @@ def main(folder: Path) -> None:
     vllm_weights.pack_heads = packing
     hand_over(there, model, folder, "packed")
     told["heads packed again"] = furthest(there, model)
+    for what in ("refused", "afterwards"):
+        try:
+            hand_over(there, model, folder, what, "layers.1.self_attn.v_proj" if what == "refused" else "")
+        except Exception as error:
+            told[what] = str(error)
     (folder / "reload.json").write_text(json.dumps(told), encoding="utf-8")
 
 

@@ -8,6 +8,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def hint(completions: Sequence[Any], **columns: Any) -> list[str]:
     return [f"Write letters only, not {' '.join(characters[:4])}" if characters else "" for characters in odd]
 
 
-def trainer_of(folder: Path, url: str, **options: Any) -> Any:
-    "All three channels on, sampling at `url`."
+def trainer_of(folder: Path, url: str, rows: int = 8, tokens: int = 16, **options: Any) -> Any:
+    "All three channels on, sampling at `url`; without one, by transformers."
     from datasets import Dataset
 
     from composer_nb.adapters.vllm_client import weights_through
@@ -64,13 +65,14 @@ def trainer_of(folder: Path, url: str, **options: Any) -> Any:
          "rejected": [{"role": "assistant", "content": "1, 2"}]}
         for prompt, word in zip(prompts, REQUESTS)
     ]  # fmt: skip
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120.0}
     args = ComposerConfig(
-        output_dir=str(folder / "out"), per_device_train_batch_size=8, num_generations=4, max_steps=3,
-        max_completion_length=16, learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=True, bf16=False, alpha_sdpo=0.5, beta_replay=0.3, use_vllm=True, vllm_mode="server",
-        vllm_server_base_url=url, vllm_server_timeout=120.0, disable_tqdm=True, **options,
+        output_dir=str(folder / "out"), per_device_train_batch_size=rows, num_generations=4, max_steps=3,
+        max_completion_length=tokens, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, alpha_sdpo=0.5, beta_replay=0.3, disable_tqdm=True,
+        **{"learning_rate": 1e-3} | options | (server if url else {}),
     )  # fmt: skip
-    with weights_through(folder / "weights"):
+    with weights_through(folder / "weights") if url else nullcontext():
         return ComposerReplicationTrainer(
             model, share, args, Dataset.from_list([{"prompt": p} for p in prompts]),
             processing_class=tokenizer, feedback_func=hint, preference_dataset=Dataset.from_list(pairs),
@@ -91,7 +93,8 @@ def scores(client: Any, model: Any, ids: list[int]) -> float:
 
 def main(folder: Path) -> None:
     "Train, then let another client give the server what the model began with."
-    from composer_nb.adapters.vllm_client import SamplingClient, version_at
+    from composer_nb.adapters.vllm_client import SamplingClient
+    from composer_nb.adapters.vllm_server import version_at
     from composer_nb.models import load_model
 
     url = (folder / "url").read_text().strip()

@@ -1,6 +1,6 @@
 """The same sixteen rollouts through one optimizer step of each substrate: `python substrates.py WHAT FOLDER`.
 
-`WHAT` is rollouts (with how many tokens, it makes them), plain, trainer or prime_rl; verl and Monarch have programs of their own (`drills`). Each leaves
+`WHAT` is rollouts (with how many tokens, it makes them), plain, trainer, prime_rl or stepped (tokens, and a server's address); verl and Monarch have programs of their own (`drills`). Each leaves
 `WHAT.json` and its gradient, `WHAT.safetensors`, in the folder.
 """
 
@@ -188,14 +188,30 @@ def split_reply(batch: dict[str, torch.Tensor], side: str, row: int) -> tuple[tu
 
 
 def apart(folder: Path, name: str, gradient: str) -> dict[str, float]:
-    "Relative differences of loss and gradient to those of plain `compose_loss`; the loss of what both have."
+    """Differences to plain `compose_loss`: of the loss (of channel 1 where only that is a loss there), as a share
+    of what it is compared with; of the gradient, over all parameters and for the parameter that is furthest off.
+    """
     own, theirs = (json.loads((folder / f"{n}.json").read_text()) for n in ("plain", name))
     whole = set(theirs["channels"]) == set(own["channels"])
     ours, other = (own["loss"], theirs["loss"]) if whole else (own["channels"]["policy"], theirs["channels"]["policy"])
     a, b = load_file(folder / "plain.safetensors"), load_file(folder / gradient)
-    off = sum((a[n].double() - b[n].double()).square().sum() for n in a).sqrt()
-    size = sum(a[n].double().square().sum() for n in a).sqrt()
-    return {"loss": abs(ours - other) / abs(own["loss"]), "grad": (off / size).item(), "seconds": theirs["seconds"]}
+    off = {n: (a[n].double() - b[n].double()).norm().item() for n in a}
+    size = {n: a[n].double().norm().item() for n in a}
+    among = sum(v * v for v in off.values()) ** 0.5 / sum(v * v for v in size.values()) ** 0.5
+    furthest = max(off[n] / size[n] for n in a if size[n] > 0)
+    return {"loss": abs(ours - other) / abs(ours), "grad": furthest, "grad over all": among, "seconds": theirs["seconds"]}
+
+
+def stepped(folder: Path, tokens: str, url: str = "") -> None:
+    "Three steps of the trainer with what it samples itself, on a server or by transformers."
+    from composer_nb.drills.vllm_train import trainer_of
+
+    made = trainer_of(folder, url, rows=16, tokens=int(tokens), learning_rate=1e-5)
+    made.train()
+    lines = [line for line in made.state.log_history if "reward" in line]
+    told = {"seconds": [line["step_time"] for line in lines], "tokens": [line["policy/tokens"] for line in lines]}
+    name = "stepped_vllm" if url else "stepped_transformers"
+    (folder / f"{name}.json").write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -203,4 +219,4 @@ if __name__ == "__main__":
     if what == "rollouts":
         rollouts(folder, int(sys.argv[3]))
     else:
-        {"plain": plain, "trainer": trainer, "prime_rl": prime_rl}[what](folder)
+        {"plain": plain, "trainer": trainer, "prime_rl": prime_rl, "stepped": stepped}[what](folder, *sys.argv[3:])

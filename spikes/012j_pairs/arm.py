@@ -1,9 +1,10 @@
 """One cell of a ladder with preference pairs: `python arm.py SPEC.json ANSWER.json`, see `composer_nb.launch.ladder`.
 
-The arms of spike 012's script, from the same kind of start, and two more: `pairs`, which adds channel 3 to reward,
-and `pairs_alone`, whose answers are sampled as usual and earn nothing, so that the pairs are all it learns from.
+Spike 012's script, whole, with two arms more: `pairs` adds channel 3 to reward, and `pairs_alone` samples and is graded
+as ever, but no answer has an advantage over another, so that the pairs are all it learns from.
 """
 
+import importlib.util
 import json
 import logging
 import os
@@ -11,56 +12,68 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import set_seed
 
 from composer_nb.files import write_text
 from composer_nb.replay.pair_sets import load_pair_set
+from composer_nb.results import spike_folder
 from composer_nb.tasks.house_rules import HouseRules
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "012_ladder"))
-import arm as ladder  # noqa: E402
+from composer_nb.traces import DPOPair
+from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer
 
 OWN = frozenset("pair_set pair_weight pair_variant pairs_per_step".split())
 VARIANTS = ("simpo", "dpo")
-ladder.ARMS |= {"pairs": (dict(alpha_sdpo=0.0), ""), "pairs_alone": (dict(alpha_sdpo=0.0), "")}
 
 
-def pairs_of(spec: dict) -> Dataset:
-    "The set's pairs behind the questions that they answer, as TRL's preference data sets hold them."
-    place = Path(__file__).resolve().parents[1] / spec["pair_set"]
-    plain = {q.id: list(HouseRules(()).episode(q).messages()) for q in ladder.questions_of(spec)[0]}
-    found = load_pair_set(place, plain)
-    say = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
-    rows = [{"prompt": plain[p.state_id], "chosen": say(p.chosen), "rejected": say(p.rejected)} for p in found]
-    return Dataset.from_list(rows)
+class PairsAlone(ComposerReplicationTrainer):
+    "No answer has an advantage over another."
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        output["advantages"] = torch.zeros_like(output["advantages"])
+        return output
 
 
-def with_pairs(spec: dict) -> None:
-    "Trainers of this process get the pairs, and their weight."
-    more = dict(beta_replay=spec["pair_weight"], dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"])
-    config, trainer = ladder.ComposerConfig, ladder.ComposerReplicationTrainer
-    ladder.ComposerConfig = lambda *a, **options: config(*a, **options | more)
-    ladder.ComposerReplicationTrainer = partial(trainer, preference_dataset=pairs_of(spec))
-    if spec["arm"] == "pairs_alone":
-        graded = ladder.Reading.reward
+def pairs_of(arm: ModuleType, spec: dict) -> list[DPOPair]:
+    "The set's pairs behind the questions that they answer."
+    plain = {q.id: list(HouseRules(()).episode(q).messages()) for q in arm.questions_of(spec)[0]}
+    return load_pair_set(spike_folder("012j_pairs", "arm.py").parent / spec["pair_set"], plain)
 
-        def nothing(self: Any, *a: Any, **columns: Any) -> list[float]:
-            return [0.0 for _ in graded(self, *a, **columns)]
 
-        ladder.Reading.reward = nothing
+def script(spec: dict) -> ModuleType:
+    "Spike 012's script as this cell needs it: a module of its own, so that nothing else sees the change."
+    found = importlib.util.spec_from_file_location("arm_012", spike_folder("012_ladder", "arm.py") / "arm.py")
+    arm = importlib.util.module_from_spec(found)
+    found.loader.exec_module(arm)
+    arm.ARMS |= {name: (dict(alpha_sdpo=0.0), "") for name in ("pairs", "pairs_alone")}
+    if spec["arm"] in ("pairs", "pairs_alone"):
+        more = dict(beta_replay=spec["pair_weight"], dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"])
+        arm.ComposerConfig = lambda *a, **options: ComposerConfig(*a, **options | more)
+        kind = PairsAlone if spec["arm"] == "pairs_alone" else ComposerReplicationTrainer
+        arm.ComposerReplicationTrainer = partial(kind, preference_dataset=pairs_of(arm, spec))
+    return arm
 
 
 def refuse(spec: dict) -> None:
-    """Raises ValueError for settings that are missing, unknown or would have no effect."""
+    "Raises ValueError for settings that are missing, unknown or would have no effect."
     if missing := OWN - set(spec):
         raise ValueError(f"settings missing: {sorted(missing)}")
     if spec["pair_variant"] not in VARIANTS or not spec["pair_weight"] > 0:
         raise ValueError(f"pair_variant={spec['pair_variant']!r} of {VARIANTS}, pair_weight={spec['pair_weight']} above 0")
-    ladder.refuse({name: value for name, value in spec.items() if name not in OWN})
+
+
+def cell(spec: dict, folder: str, say: Any = print) -> dict:
+    "What a cell answers: figures and series."
+    refuse(spec)
+    arm = script(spec)
+    spec = arm.EARLIER | spec
+    arm.refuse({name: value for name, value in spec.items() if name not in OWN})
+    set_seed(spec["seed"])
+    return arm.make_start(spec) if spec["arm"] == "start" else arm.train(spec, folder, say)
 
 
 if __name__ == "__main__":
@@ -69,12 +82,5 @@ if __name__ == "__main__":
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     torch.set_num_threads(1)
     asked, answer = map(Path, sys.argv[1:3])
-    spec = ladder.EARLIER | json.loads(asked.read_text())
-    refuse(spec)
-    set_seed(spec["seed"])
-    if spec["arm"] in ("pairs", "pairs_alone"):
-        with_pairs(spec)
-    say = lambda line: print(line, flush=True)  # noqa: E731
-    start = spec["arm"] == "start"
-    found = ladder.make_start(spec) if start else ladder.train(spec, str(answer.with_suffix("")), say)
-    write_text(answer, json.dumps(found))
+    told = cell(json.loads(asked.read_text()), str(answer.with_suffix("")), lambda line: print(line, flush=True))
+    write_text(answer, json.dumps(told))
