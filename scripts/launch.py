@@ -42,6 +42,7 @@ EXTRAS = {
     "moto": "drills",
     "boto3": "drills",
     "openai": "drills",
+    "ray": "ray",
     "openenv": "openenv",
     "websockets": "openenv",
     "pydantic": "openenv",

@@ -1,7 +1,7 @@
-"""One suite for all executors: what a launcher promises holds for processes of this machine and for Slurm.
+"""One suite for all executors: what a launcher promises holds for processes of this machine, Slurm and Ray.
 
-The cluster is a real one, of two node daemons on this machine (`drills.slurm_cluster`). Where it cannot be
-started, its cases are skipped, and the reason names the remedy.
+The clusters are real ones, of two nodes on this machine (`drills.slurm_cluster`, `drills.ray_cluster`). Where
+one cannot be started, its cases are skipped, and the reason names the remedy.
 """
 
 import inspect
@@ -18,21 +18,24 @@ from pathlib import Path
 
 import pytest
 
+from composer_nb.drills.ray_cluster import RayCluster
 from composer_nb.drills.slurm_cluster import SlurmCluster
 from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.local import LocalProcessExecutor
+from composer_nb.launch.queue_jobs import read_exit
+from composer_nb.launch.ray import Holder, RayError, RayExecutor, RayOptions, holder_by_source
 from composer_nb.launch.slurm import SlurmExecutor
 from composer_nb.launch.slurm_commands import (
     SlurmError,
     SlurmOptions,
     ask,
     batch_script,
-    read_exit,
     read_queue,
 )
 
 QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
+QUICK_RAY = RayOptions(poll_s=0.4, lag_s=1.0)
 SECRET = "sesame-open-1234"
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
@@ -96,9 +99,33 @@ class OnSlurm:
         return SlurmExecutor(folder, **{"grace_s": 1, "options": QUICK} | options)
 
 
-@pytest.fixture(params=["local", "slurm"])
+class OnRay:
+    name, outlives = "ray", True
+    refusal = (RayError, {"gpu": 64}, "GPU=64")
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    @staticmethod
+    def make(folder, **options):
+        return RayExecutor(folder, **{"grace_s": 1, "options": QUICK_RAY} | options)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    if reason := RayCluster.reason():
+        pytest.skip(f"not run: {reason}")
+    with RayCluster() as made:
+        yield made
+
+
+@pytest.fixture(params=["local", "slurm", "ray"])
 def site(request):
-    return Local() if request.param == "local" else OnSlurm(request.getfixturevalue("cluster"))
+    if request.param == "local":
+        return Local()
+    kinds = {"slurm": (OnSlurm, "cluster"), "ray": (OnRay, "ray_cluster")}
+    kind, cluster = kinds[request.param]
+    return kind(request.getfixturevalue(cluster))
 
 
 @pytest.fixture
@@ -112,7 +139,8 @@ def folder(tmp_path):
 def executor(site, folder):
     with site.make(folder) as made:
         yield made
-    assert marked(*(mark_of(handle) for handle in made._register.lives)) == []
+    left = marked(*(mark_of(handle) for handle in made._register.lives))
+    assert [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left] == []
 
 
 def mark_of(handle):
@@ -226,8 +254,8 @@ def test_collect_may_stop_waiting(executor):
 
 OWNER = """
     import json, sys, time
-    from test_launchers import Local, OnSlurm
-    make = {"local": Local, "slurm": OnSlurm}[sys.argv[1]].make
+    from test_launchers import Local, OnRay, OnSlurm
+    make = {"local": Local, "slurm": OnSlurm, "ray": OnRay}[sys.argv[1]].make
     made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
     (quick,) = made.launch_replicas(1, "prog:add", [1])
     handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 60])]
@@ -309,6 +337,7 @@ def everything_readable(site, folder, handles):
         for handle in handles:
             texts.append(site.cluster.run("scontrol", "write", "batch_script", str(handle.pid), "-").encode())
         texts += [text.encode() for text in site.cluster.logs().values()]
+    if site.name != "local":
         for path in site.cluster.folder.rglob("*"):
             if path.is_file():
                 texts.append(path.read_bytes())
@@ -436,7 +465,7 @@ def test_a_waiting_replica_is_no_hung_one_and_can_be_cancelled(on_slurm, folder)
         time.sleep(3.2)  # longer than the limit of the heartbeat
         assert [made.poll(h) for h in (waiting, goes)] == ["running", "running"]
         rows = made.table([waiting])
-        assert rows[0]["slurm"].startswith("PENDING") and rows[0]["seconds"] < 1.5
+        assert rows[0]["queue"].startswith("PENDING") and rows[0]["seconds"] < 1.5
         made.cancel([waiting])
         (result,) = made.collect([waiting], timeout=1)
         assert (result.status, result.exit_code) == ("cancelled", None)
@@ -677,12 +706,21 @@ def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
 
 def test_the_verbs_are_the_same():
     "A program changes the name of the class and nothing else."
-    for name, method in inspect.getmembers(LocalProcessExecutor, inspect.isfunction):
-        if not name.startswith("_"):
-            theirs = inspect.signature(getattr(SlurmExecutor, name)).parameters
-            assert list(theirs) == list(inspect.signature(method).parameters), name
-    options = list(inspect.signature(SlurmExecutor).parameters)
-    assert options == [*inspect.signature(LocalProcessExecutor).parameters, "options"]
+    for kind in (SlurmExecutor, RayExecutor):
+        for name, method in inspect.getmembers(LocalProcessExecutor, inspect.isfunction):
+            if not name.startswith("_"):
+                theirs = inspect.signature(getattr(kind, name)).parameters
+                assert list(theirs) == list(inspect.signature(method).parameters), name
+        options = list(inspect.signature(kind).parameters)
+        assert options == [*inspect.signature(LocalProcessExecutor).parameters, "options"]
+
+
+def test_options_of_another_queue_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="pass SlurmOptions"):
+        SlurmExecutor(tmp_path, options=RayOptions())
+    with pytest.raises(TypeError, match="pass RayOptions"):
+        RayExecutor(tmp_path, options=SlurmOptions())
+    assert SlurmExecutor(tmp_path).options == SlurmOptions()
 
 
 def test_a_handle_is_json():
@@ -690,3 +728,187 @@ def test_a_handle_is_json():
     assert ReplicaHandle.from_dict(json.loads(json.dumps(handle.to_dict()))) == handle
     with pytest.raises(ValueError, match="pass what to_dict gave"):
         ReplicaHandle.from_dict({"rank": 1})
+
+
+# --- what only Ray can do ---------------------------------------------------------------------------------
+
+
+def holder_of(handle):
+    "The process of the actor that holds a life."
+    stat = Path(f"/proc/{program_of(handle)}/stat").read_text()
+    found = int(stat.rpartition(")")[2].split()[1])
+    assert b"ray::Holder" in Path(f"/proc/{found}/cmdline").read_bytes()
+    return found
+
+
+def on_ray(folder, heartbeat_s=None, **wishes):
+    options = RayOptions(poll_s=0.4, lag_s=1.0, **wishes)
+    return RayExecutor(folder, grace_s=1, options=options, heartbeat_s=heartbeat_s)
+
+
+def test_a_lost_holder_takes_its_replica_with_it(ray_cluster, folder):
+    with on_ray(folder) as made:
+        (handle,) = made.launch_replicas(1, "prog:parent")
+        until(lambda: made.tail(handle) == "awake" and len(marked(mark_of(handle))) >= 3)
+        os.kill(holder_of(handle), signal.SIGKILL)
+        until(lambda: marked(mark_of(handle)) == [], 10)
+        (result,) = made.collect([handle], timeout=30)
+    assert (result.status, result.exit_code) == ("failed", None) and "its holder was lost" in result.error
+
+
+def test_a_lost_holder_is_restarted_with_requeue_and_never_twice_at_work(ray_cluster, folder):
+    with on_ray(folder, requeue=True) as made:
+        (handle,) = made.launch_replicas(1, "prog:walk", [10**4])
+        until(lambda: "step 4" in made.tail(handle))
+        first = program_of(handle)
+        os.kill(holder_of(handle), signal.SIGKILL)
+        until(lambda: made.table()[0]["put_back"] == 1 and made.table()[0]["queue"] == "RUNNING")
+        assert program_of(handle) != first and not Path(f"/proc/{first}").exists()
+        (folder / "go").touch()
+        (result,) = made.collect([handle], timeout=30)
+    assert result.status == "succeeded" and result.incarnation == 0 and result.value["first"] >= 4
+
+
+def test_a_program_that_fails_is_not_put_back(ray_cluster, folder):
+    with on_ray(folder, requeue=True) as made:
+        (result,) = made.collect(made.launch_replicas(1, "prog:leave", [7]), timeout=30)
+        assert (result.status, result.exit_code) == ("failed", 7) and made.table()[0]["put_back"] == 0
+
+
+def test_a_time_limit_is_kept_without_a_launcher(ray_cluster, folder):
+    made = on_ray(folder, time_limit_s=1)
+    (handle,) = made.launch_replicas(1, "prog:stubborn")
+    files = folder / "replicas" / handle.launch / "rank0-run0"
+    until((files / "ended.json").exists)
+    with on_ray(folder) as other:
+        (result,) = other.collect([other.attach(handle)], timeout=10)
+    assert (result.status, result.exit_code) == ("timed_out", -signal.SIGKILL)
+    assert "time_limit_s=1" in result.error
+
+
+def test_one_that_has_no_room_waits_and_can_be_cancelled(ray_cluster, folder):
+    with on_ray(folder, heartbeat_s=1, cpus=8) as made:
+        handles = made.launch_replicas(3, "prog:walk", [10**4])
+        until(lambda: sorted(row["queue"][:7] for row in made.table()) == ["PENDING", "RUNNING", "RUNNING"])
+        (waits,) = [h for h, row in zip(handles, made.table()) if row["queue"] != "RUNNING"]
+        time.sleep(2)
+        assert made.poll(waits) == "running"  # not hung: it has not begun
+        made.cancel([waits])
+        assert made.collect([waits], timeout=5)[0].status == "cancelled"
+        assert not (folder / "replicas" / waits.launch / f"rank{waits.rank}-run0" / "began").exists()
+
+
+@pytest.mark.parametrize("wish, words", [
+    ({"cpus": 99}, r"CPU=99 \(the most that one has is 8\)"),
+    ({"resources": {"disk": 1}}, "disk=1 .the most that one has is 0"),
+    ({"memory_mb": 10**9}, "memory="),
+    ({"address": "127.0.0.9:1"}, "this process is in the cluster at 127.0.0.2"),
+])  # fmt: skip
+def test_what_ray_cannot_give_is_named(ray_cluster, folder, wish, words):
+    on_ray(folder).launch_replicas(1, "prog:add", [1])  # joins the cluster
+    with pytest.raises(RayError, match=words):
+        on_ray(folder, **wish).launch_replicas(1, "prog:add", [1])
+
+
+def test_wishes_that_make_no_sense_are_refused_before_ray(tmp_path):
+    for wish, words in (
+        ({"gpus": "h100:2"}, "gpus='h100:2'"), ({"gpus": 0}, "gpus=0"), ({"cpus": 0.5}, "cpus=0.5"),
+        ({"resources": {"x": -1}}, r"resources\['x'\]=-1"), ({"namespace": ""}, "namespace=''"),
+        ({"requeue": 1}, "requeue=1"), ({"poll_s": None}, "poll_s=None"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            RayOptions(**wish)
+
+
+def test_nodes_of_ray_need_nothing_of_this_package(tmp_path):
+    ray = pytest.importorskip("ray", reason="not run: pip install 'composer-notebooks[ray]'")
+    holder_by_source(ray)
+    (tmp_path / "holder").write_bytes(ray.cloudpickle.dumps(Holder))
+    code = """
+        import sys
+        sys.modules["composer_nb"] = None  # an import of it fails
+        import ray
+        from pathlib import Path
+        found = ray.cloudpickle.loads(Path(sys.argv[1]).read_bytes())
+        life = {"files": sys.argv[2], "workdir": sys.argv[2], "log": sys.argv[2] + "/log"}
+        Path(sys.argv[2], "exit").write_text("0")
+        left = []
+        found.leave = lambda self: left.append(self)
+        held = found(life)
+        print(found.__name__, held.process, held.restarts, len(left), found.look is not None)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "holder"), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["Holder", "None", "0", "1", "True"], done.stderr
+
+
+def test_without_ray_it_says_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RayError, match=r"no package ray here: pip install 'composer-notebooks\[ray\]'"):
+        RayExecutor(tmp_path).launch_replicas(1, "prog:add", [1])
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["logs", "prog.py"]
+
+
+def test_without_a_cluster_it_says_what_to_do(tmp_path):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    code = """
+        import functools, sys
+        import ray._private.services as services
+        from composer_nb.launch.ray import Holder, RayError, RayExecutor, RayOptions, holder_by_source
+        services.find_gcs_addresses = functools.cache(set)  # those of other tests on this machine
+        for address in (None, "127.0.0.1:1", "ray://127.0.0.1:10001", "head"):
+            try:
+                made = RayExecutor(sys.argv[1], options=RayOptions(address=address))
+                made.launch_replicas(1, "prog:add", [1])
+            except RayError as error:
+                print(error)
+    """
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env["RAY_TMPDIR"] = str(tmp_path)
+    words = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    said = done.stdout.splitlines()
+    assert len(said) == 4 and all("no Ray cluster answers" in line for line in said), done
+    assert all("`ray start --head`" in line for line in said) and "no ray:// of its client" in said[2]
+
+
+def test_a_lost_node_of_ray_is_told_or_healed(folder):
+    "With requeue the replica goes on elsewhere, under the same handle; without, it has failed with its node."
+    if reason := RayCluster.reason():
+        pytest.skip(f"not run: {reason}")
+    script = """
+        import sys
+        from test_launchers import *
+        folder = Path(sys.argv[1])
+        with RayCluster(cpus=2) as cluster:
+            told, healed = on_ray(folder), on_ray(folder, requeue=True)
+            handles = told.launch_replicas(2, "prog:snooze") + healed.launch_replicas(2, "prog:walk", [10**4])
+            rows = lambda: [*told.table(handles[:2]), *healed.table(handles[2:])]
+            until(lambda: all(row["node"] for row in rows()) and all(told.tail(h) for h in handles[:2])
+                  and all("step 4" in healed.tail(h) for h in handles[2:]))
+            away = [row["node"] != cluster.nodes[0] for row in rows()]
+            cluster.lose(cluster.nodes[1])
+            lost = told.collect([h for h, gone in zip(handles[:2], away) if gone], timeout=60)
+            told.close()  # makes room
+            until(lambda: all(row["queue"] == "RUNNING" for row in healed.table()), 60)
+            (folder / "go").touch()
+            ended = healed.collect(handles[2:], timeout=60)
+            print(json.dumps({
+                "away": away, "lost": [r.status for r in lost], "ended": [r.status for r in ended],
+                "first": [r.value["first"] for r in ended],
+                "put_back": [row["put_back"] for row in healed.table()],
+                "node": [row["node"] == cluster.nodes[0] for row in healed.table()],
+            }))
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    words = [sys.executable, "-c", textwrap.dedent(script), str(folder)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert sum(seen["away"]) == 2, "four of two nodes with two cores each: two are on the second"
+    assert seen["lost"] == ["failed"] * sum(seen["away"][:2]) and seen["ended"] == ["succeeded"] * 2
+    assert [n == 1 for n in seen["put_back"]] == seen["away"][2:] and all(seen["node"])
+    assert [first >= 4 for first in seen["first"]] == seen["away"][2:]

@@ -1,4 +1,4 @@
-"""Starting replicas: what every launcher promises, what runs inside a replica, and launchers for this machine and for a Slurm cluster."""
+"""Starting replicas: what every launcher promises, what runs inside a replica, and launchers for this machine, for a Slurm cluster and for a Ray cluster."""
 
 from importlib import import_module
 from typing import Any
@@ -7,6 +7,10 @@ _PLACES = {
     "JobSpec": "job",
     "LocalProcessExecutor": "local",
     "Program": "job",
+    "QueueError": "queue_jobs",
+    "RayError": "ray",
+    "RayExecutor": "ray",
+    "RayOptions": "ray",
     "ReplicaHandle": "job",
     "ReplicaResult": "job",
     "ServerlessExecutor": "job",
