@@ -1,7 +1,8 @@
 """Run make targets one after another, go on after a failure, and close with times and one counting line.
 
 `a+b` runs two targets at once, where each would leave a core idle; their lines come as they are printed, each
-with the name of its target.
+with the name of its target. The last lines of one that failed come once more before the times, since what
+fails beside a longer stage is long out of sight by then.
 """
 
 import argparse
@@ -9,9 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
+
+
+LAST_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class StageResult:
     name: str
     returncode: int | None
     wall_s: float
+    last: tuple[str, ...] = ()  # lines, of a stage that ran beside others
 
     @property
     def outcome(self) -> str:
@@ -29,12 +35,14 @@ class StageResult:
         return "passed" if self.returncode == 0 else f"failed ({self.returncode})"
 
 
-def speak(name: str, lines: IO[bytes]) -> None:
-    """Print what a stage says as it comes, each line under the stage's name, as the bytes that it wrote.
-    Where nobody reads any more the pipe is closed, so that the stage ends and does not wait for ever.
+def speak(name: str, lines: IO[bytes], last: deque[bytes]) -> None:
+    """Print what a stage says as it comes, each line under the stage's name, as the bytes that it wrote, and
+    keep the last of them. Where nobody reads any more the pipe is closed, so that the stage ends and does not
+    wait for ever.
     """
     with lines:
         for line in lines:
+            last.append(line)
             sys.stdout.buffer.write(name.encode() + b": " + line.rstrip(b"\n") + b"\n")
             sys.stdout.buffer.flush()
 
@@ -49,20 +57,25 @@ def run_together(make: str, names: Sequence[str]) -> list[StageResult]:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=out and subprocess.STDOUT
         )
-        speaker = threading.Thread(target=speak, args=(name, process.stdout), daemon=True) if out else None
+        last: deque[bytes] = deque(maxlen=LAST_LINES)
+        said = (name, process.stdout, last)
+        speaker = threading.Thread(target=speak, args=said, daemon=True) if out else None
         if speaker:
             speaker.start()
-        running.append((name, process, speaker))
+        running.append((name, process, speaker, last))
     ended: dict[str, float] = {}
     while len(ended) < len(running):
-        for name, process, _ in running:
+        for name, process, _, _ in running:
             if name not in ended and process.poll() is not None:
                 ended[name] = time.monotonic() - started
         time.sleep(0.05)
-    for _, _, speaker in running:
+    for _, _, speaker, _ in running:
         if speaker:
             speaker.join(timeout=5)  # a process that a stage left running may hold the pipe open
-    return [StageResult(name, process.returncode, ended[name]) for name, process, _ in running]
+    return [
+        StageResult(name, process.returncode, ended[name], tuple(x.decode(errors="replace") for x in last))
+        for name, process, _, last in running
+    ]
 
 
 def run_stages(make: str, stages: Sequence[str], required: Sequence[str]) -> list[StageResult]:
@@ -104,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     results = run_stages(args.make, args.stages, args.required)
     sys.stderr.flush()
+    for result in (one for one in results if one.returncode and one.last):
+        print(f"\n=== last lines of {result.name} ===\n{''.join(result.last).rstrip()}", flush=True)
     print(f"\n=== times ===\n{report(results, time.monotonic() - started)}", flush=True)
     return int(any(r.returncode != 0 for r in results))
 

@@ -190,6 +190,18 @@ def test_stages_go_on_after_a_failure_and_the_last_line_counts_them(tmp_path: Pa
     assert done.stdout.splitlines()[-1] == "1 passed, 2 failed"
 
 
+def test_the_last_lines_of_what_failed_beside_another_come_once_more(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(
+        ".PHONY: a b\na:\n\t@sleep 1; seq 100\nb:\n\t@seq 20; echo why; exit 3\n"
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "stages.py"), "a+b"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    before, _, after = done.stdout.partition("=== last lines of b ===\n")
+    recap = after.partition("\n=== times ===")[0].splitlines()
+    assert "why" in recap and len(recap) <= 12 and "a: 100" in before.splitlines()
+    assert "last lines of a" not in done.stdout and done.stdout.endswith("1 passed, 1 failed\n")
+
+
 def test_stages_at_once_meet_and_every_line_names_its_stage(tmp_path: Path) -> None:
     meet = "for i in $$(seq 200); do test -e {} && exit 0; sleep .05; done; exit 1"
     (tmp_path / "Makefile").write_text(
