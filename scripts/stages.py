@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-
 LAST_LINES = 12
 
 

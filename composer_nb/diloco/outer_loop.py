@@ -17,6 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from .island import bare_model, is_island, island_engine
 from .local_model import INDEX, global_spec, read_saved, trainable_parameters
 from composer_nb.diloco.loop_options import (
     LoopOptions,
@@ -259,11 +260,7 @@ class OuterLoop(PlainLoop, TrainerEvents):
 
 # %% ../../nbs/scaling_out/40_outer_loop.ipynb #f7aea8ba
 def begin_training(loop: OuterLoop, args: Any, state: Any, parts: Mapping[str, Any]) -> None:
-    """Bind the Trainer's model, resume where its checkpoint has the loop's state. Raises ValueError for
-    sharded ones."""
-    if args.world_size > 1:
-        said = f"world_size is {args.world_size}: one process per replica here"
-        raise ValueError(f"{said}; sharded replicas are for torchft's own manager")
+    "Bind the Trainer's model, resume where its checkpoint has the loop's state."
     loop.rejoin.lr_scheduler, loop.rejoin.trainer_state = parts.get("lr_scheduler"), state
     loop.rejoin.step, loop.seen_tokens = state.global_step, int(state.num_input_tokens_seen or 0)
     if loop.engine is None or loop.closed:
@@ -274,10 +271,12 @@ def begin_training(loop: OuterLoop, args: Any, state: Any, parts: Mapping[str, A
 
 
 def weigh_step(loop: OuterLoop, args: Any, state: Any) -> int:
-    "Tokens of the last step where the Trainer counts them, else samples."
+    "Tokens of the last step where the Trainer counts them (over all processes), else samples of this one."
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     seen, before = int(state.num_input_tokens_seen or 0), loop.seen_tokens
     loop.seen_tokens = seen
+    if seen and args.process_index > 0:  # process 0 hands them in
+        return 0
     return max(1, seen - before) if seen else samples
 
 # %% ../../nbs/scaling_out/40_outer_loop.ipynb #85c60797
@@ -286,7 +285,7 @@ Held = tuple[Any, Callable[[], None]]
 
 
 def bucket_engine(options: LoopOptions) -> Build:
-    "A `Replica` over a bucket. Raises ValueError."
+    "A `Replica` over a bucket, or an island of several processes. Raises ValueError."
     if options.rendezvous_uri is None or options.manager is not None or options.lighthouse is not None:
         raise ValueError(
             "backend 'bucket' needs rendezvous_uri and takes no manager and no lighthouse: they belong to "
@@ -299,9 +298,10 @@ def bucket_engine(options: LoopOptions) -> Build:
     config, terms = loop_config(options), run_config(options)
     more = {"run_id": options.run_id, "config": terms, "expected": world_size, **options.more}
 
-    def build(model: nn.Module, optimizer: Any) -> Replica:
-        params = trainable_parameters(model)
-        return Replica(params, Rendezvous(opened(options), rank, spec=global_spec(params), **more), config)
+    def build(model: nn.Module, optimizer: Any) -> Any:
+        params = trainable_parameters(bare_model(model))
+        meet = lambda: Rendezvous(opened(options), rank, spec=global_spec(params), **more)  # noqa: E731
+        return island_engine(params, meet, config) if is_island() else Replica(params, meet(), config)
 
     return build
 
@@ -314,6 +314,8 @@ def torchft_engine(options: LoopOptions) -> Build:
     check_honoured(terms, config)
 
     def build(model: nn.Module, optimizer: Any) -> TorchftLoop:
+        if is_island():
+            raise ValueError("backend 'torchft' takes one process per replica: take backend='bucket'")
         manager, close = hold()
         try:
             return TorchftLoop(model, optimizer, manager, terms, config, options.torchft_options or {}, close)
