@@ -1,13 +1,16 @@
 """Replicas of several processes: real ones over gloo, by DDP and by FSDP2, beside replicas of one.
 
-Run as a script, this file is what those processes do: `python test_island.py CASE FOLDER`.
+Run as a script, this file is what those processes do: `python test_island.py FOLDER CASES`.
 """
 
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_nb.diloco.island import IslandError, bare_model, is_island
+from composer_nb.diloco.island import IslandError, bare_model, is_island, reshard
 from composer_nb.diloco.outer import OuterConfig
-from composer_nb.diloco.outer_loop import make_diloco_outer_loop
+from composer_nb.diloco.outer_loop import begin, make_diloco_outer_loop
+from composer_nb.diloco.sync_thread import AppliedRound
 from composer_nb.drills.island_run import free_port, run_islands
 
 # --- what the processes do --------------------------------------------------------------------------------
 
 
 def loop_of(model, folder, **how):
-    plain = {"rank": 0, "world_size": 1, "sync_every": 4, "blocking": True, "lease_s": 20.0, "grace_s": 60.0}
+    plain = {"rank": 0, "world_size": 1, "sync_every": 4, "blocking": True, "lease_s": 20.0, "grace_s": 1.0}
     plain |= {"outer": OuterConfig(lr=0.7, momentum=0.5)}
     return make_diloco_outer_loop(model, rendezvous_uri=folder / "bucket", **plain | how)
 
@@ -68,6 +72,107 @@ def case_late(folder, process):
     return {"values": values, "steps": steps, "at": at}
 
 
+def case_jump(folder, process):
+    "The run goes on without the island: what it takes over moves the schedule of both processes."
+    model, steps = small(), []
+    loop = loop_of(model, folder, rank=1, world_size=2, blocking=False, on_rejoin=[steps.append])
+    loop.__enter__()
+    if process == 0:
+        own = loop.engine
+        own.sync.stop()
+        own.sync.applied.append(AppliedRound(replace(own.state, round=own.state.round + 3), None))
+    loop.step()
+    loop.close(abandon=True)
+    return {"steps": steps, "jumps": [event["kind"] for event in loop.events]}
+
+
+def case_tokens(folder, process):
+    "Weights are the sum over processes, also of floats."
+    loop = loop_of(small(), folder, sync_every=100)
+    loop.__enter__()
+    loop.step(tokens=[5, 7.0][process])
+    loop.step(tokens=[1, 0][process])
+    weight = loop.engine.local.progress[0].tokens if process == 0 else None
+    loop.close(abandon=True)
+    return weight
+
+
+def case_strangers(folder, process):
+    "Processes that were started together, and train models of their own."
+    model = nn.Linear(5, 3)  # drawn anew in each
+    torch.nn.init.constant_(model.weight, process)
+    try:
+        loop_of(model, folder).__enter__()
+    except ValueError as error:
+        return str(error)
+
+
+def case_other_ranks(folder, process):
+    try:
+        loop_of(small(), folder, rank=process, world_size=2).__enter__()
+    except ValueError as error:
+        return str(error)
+
+
+def case_whole(folder, process):
+    "FSDP2 leaves the outermost parameters whole after a forward pass; they are shards again when it counts."
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
+    with torch.no_grad():
+        net(torch.ones(2, 5))
+    with loop_of(net, folder) as loop:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(5):
+            net(torch.ones(2, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.step()
+        with torch.no_grad():
+            net(torch.ones(2, 5))
+    with torch.no_grad():
+        said = net(torch.ones(1, 5))
+        reshard(net)
+        whole = [value.full_tensor() for value in net.parameters()]
+        by_hand = nn.functional.linear(torch.ones(1, 5), whole[0], whole[1])
+        by_hand = nn.functional.linear(by_hand, whole[2], whole[3])
+    return {"apart": (said - by_hand).abs().max().item(), "rounds": len(loop.events)}
+
+
+def case_saved(folder, process):
+    "A checkpoint of an island is taken up by an island."
+    loop = loop_of(small(), folder, sync_every=100)
+    loop.__enter__()
+    for _ in range(3):
+        loop.step(tokens=2)
+    loop.engine.save(folder / "checkpoint")
+    dist.barrier()
+    loop.close(abandon=True)
+    again = loop_of(small(), folder, sync_every=100)
+    again.resume_from = folder / "checkpoint"
+    begin(again, small(), None, folder / "checkpoint")
+    progress = again.engine.local.progress[0] if process == 0 else None
+    found = [progress.tokens, progress.steps] if progress else None
+    again.close(abandon=True)
+    return found
+
+
+def case_broken_off(folder, process):
+    "Process 0 fails in the middle of a gather: nobody waits for ever."
+    loop = loop_of(small(), folder, sync_every=1)
+    loop.__enter__()
+    if process == 0:
+        loop.engine.local.params.clear()  # nothing to gather into
+    try:
+        loop.step()
+    except (KeyError, RuntimeError) as error:
+        return type(error).__name__
+    finally:
+        with suppress(RuntimeError):
+            loop.close(abandon=True)
+
+
 def case_trainer(folder, process):
     "A Trainer of two processes."
     from transformers import Trainer, TrainingArguments
@@ -106,22 +211,31 @@ def case_trainer(folder, process):
 CASES = {name[5:]: value for name, value in list(globals().items()) if name.startswith("case_")}
 
 
-def one_process(case, folder, process, port):
+def one_process(cases, folder, process, port):
     torch.set_num_threads(1)
     place = {"RANK": process, "LOCAL_RANK": process, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in (place | {"MASTER_PORT": port}).items()})
     dist.init_process_group("gloo", rank=process, world_size=2)
     assert is_island()
-    (folder / f"said-{process}.json").write_text(json.dumps(CASES[case](folder, process)))
+    for case in cases:
+        (folder / case).mkdir(exist_ok=True)
+        (folder / f"{case}-{process}.json").write_text(json.dumps(CASES[case](folder / case, process)))
     dist.destroy_process_group()
 
 
-def in_two_processes(case, folder):
-    words = [sys.executable, str(Path(__file__)), case, str(folder)]
+def in_two_processes(folder, *cases):
+    "What both processes say, case by case."
+    words = [sys.executable, str(Path(__file__)), str(folder), *cases]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"said-{process}.json").read_text()) for process in range(2)]
+    done = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    try:
+        told = done.communicate(timeout=200)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(done.pid, signal.SIGKILL)
+        raise
+    assert done.returncode == 0, told[-3000:]
+    read = lambda case, p: json.loads((folder / f"{case}-{p}.json").read_text())  # noqa: E731
+    return {case: [read(case, process) for process in range(2)] for case in cases}
 
 
 # --- what is expected of them -----------------------------------------------------------------------------
@@ -145,34 +259,80 @@ def test_an_island_is_one_replica(alone, kind, tmp_path):
     assert run["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
-def test_what_the_speaker_meets_all_hear(tmp_path):
-    spoken, heard = in_two_processes("failure", tmp_path)
+TOGETHER = ("failure", "no_bucket", "late", "jump", "tokens", "strangers", "other_ranks", "whole", "saved")
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    "Most cases in one pair of processes, one after the other; what `late` and `jump` come late to is there."
+    folder = tmp_path_factory.mktemp("cases")
+    for case, steps in (("late", 8), ("jump", 4)):
+        (folder / case).mkdir()
+        with loop_of(other_model(case), folder / case, final="leave", world_size=2) as loop:
+            for _ in range(steps):
+                loop.step()
+    return in_two_processes(folder, *TOGETHER)
+
+
+def other_model(case):
+    model = small()
+    if case == "late":
+        with torch.no_grad():
+            model.weight += 1.0
+    return model
+
+
+def test_what_the_speaker_meets_all_hear(said):
+    spoken, heard = said["failure"]
     assert spoken == "OSError: the bucket is on fire"
     assert heard == f"IslandError: process 0 of this replica failed: {spoken}"
 
 
-def test_a_run_that_cannot_be_joined_ends_all(tmp_path):
-    spoken, heard = in_two_processes("no_bucket", tmp_path)
+def test_a_run_that_cannot_be_joined_ends_all(said):
+    spoken, heard = said["no_bucket"]
     assert spoken and heard == f"IslandError: process 0 of this replica failed: {spoken}"
 
 
-def test_an_island_that_comes_late_takes_values_and_steps_over(tmp_path):
-    model = small()
-    with torch.no_grad():
-        model.weight += 1.0
-    with loop_of(model, tmp_path, final="leave", world_size=2) as loop:
-        for _ in range(8):
-            loop.step()
-    first, second = in_two_processes("late", tmp_path)
+def test_an_island_that_comes_late_takes_values_and_steps_over(said):
+    first, second = said["late"]
     assert first == second and first["at"] == 8 and first["steps"] == [8]
-    values = [value.detach().tolist() for value in model.parameters()]
-    assert first["values"] == values
+    assert first["values"] == [value.detach().tolist() for value in other_model("late").parameters()]
+
+
+def test_a_jump_is_told_to_all(said):
+    first, second = said["jump"]
+    assert first == second == {"steps": [4, 16], "jumps": ["jump"]}
+
+
+def test_tokens_are_added_up(said):
+    assert said["tokens"] == [13, None]
+
+
+@pytest.mark.parametrize("case", ["strangers", "other_ranks"])
+def test_processes_that_are_not_one_replica_are_refused(case, said):
+    first, second = said[case]
+    assert "are not one replica: give all one rank and one model" in first
+    assert "are not one replica" in second
+
+
+def test_parameters_that_were_left_whole(said):
+    first, second = said["whole"]
+    assert first["apart"] < 1e-6 and second["apart"] < 1e-6 and first["rounds"] >= 1
+
+
+def test_a_checkpoint_is_taken_up(said):
+    assert said["saved"] == [[12, 3], None]
+
+
+def test_a_gather_that_breaks_off_ends_all(tmp_path):
+    first, second = in_two_processes(tmp_path, "broken_off")["broken_off"]
+    assert first == "KeyError" and second == "RuntimeError"
 
 
 def test_a_trainer_of_two_processes(tmp_path):
-    first, second = in_two_processes("trainer", tmp_path)
+    first, second = in_two_processes(tmp_path, "trainer")["trainer"]
     assert (first["world"], first["kind"], second["kind"]) == (2, "Speaker", "Listener")
-    assert first["rounds"] >= 2 and second["rounds"] == 0
+    assert first["rounds"] == second["rounds"] >= 2
     assert first["values"] == second["values"] != [value.tolist() for value in small().parameters()]
 
 
@@ -196,9 +356,9 @@ def test_torchft_takes_no_island(monkeypatch, tmp_path):
 
 
 if __name__ == "__main__":
-    case, where, number = sys.argv[1], Path(sys.argv[2]), free_port()
+    where, names, number = Path(sys.argv[1]), sys.argv[2:], free_port()
     fork = multiprocessing.get_context("fork")
-    running = [fork.Process(target=one_process, args=(case, where, p, number)) for p in range(2)]
+    running = [fork.Process(target=one_process, args=(names, where, p, number)) for p in range(2)]
     for one in running:
         one.start()
     for one in running:

@@ -61,6 +61,18 @@ def walk(steps, rank_s=0.05):
         Path(f".walk-{rank}").write_text(json.dumps([step, total])); os.replace(f".walk-{rank}", kept)
         print("step", step)
     return {"rank": rank, "first": first, "total": total}
+def alone(s=60):
+    "Ignores SIGTERM, and says where another life of this rank is at work."
+    import fcntl
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open("lock", "w") as lock:
+        try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError: Path("twice").touch()
+        with open("lives", "a") as lives: lives.write("one ")
+        print("awake", flush=True)
+        end = time.monotonic() + s
+        while time.monotonic() < end and not Path("go").exists(): time.sleep(0.02)
+def hold_gpu(s): time.sleep(s); return os.environ.get("CUDA_VISIBLE_DEVICES")
 def show(*names): return {name: os.environ.get(name) for name in names}
 def say(name): print("the value is", os.environ[name]); raise ValueError(os.environ[name])
 def hold(name, s):
@@ -115,7 +127,7 @@ class OnRay:
 def ray_cluster():
     if reason := RayCluster.reason():
         pytest.skip(f"not run: {reason}")
-    with RayCluster() as made:
+    with RayCluster(gpus=2) as made:
         yield made
 
 
@@ -515,6 +527,7 @@ def test_what_two_launchers_see_is_the_same(on_slurm, folder):
         ({"cpus": 99}, "cpus=99"),
         ({"memory_mb": 10**6}, "memory_mb=1000000"),
         ({"time_limit_s": 7200}, "time_limit_s=7200"),
+        ({"address": "local"}, "address='local'"),
         ({"gpus": "h100:2"}, "gpus='h100:2'"),
         ({"partition": "short", "time_limit_s": 90}, "time_limit_s=90"),
     ],
@@ -601,7 +614,7 @@ def test_a_queue_that_says_nonsense_is_named_and_passed_over(on_slurm, folder, m
             put_before(patch, tmp_path, "squeue", "printf 'CLUSTER: f\\374r\\n'")
             with pytest.warns(UserWarning, match="judged by the work folder alone: .*CLUSTER: f"):
                 (result,) = made.collect([handle], timeout=30)
-        assert result.status == "succeeded"
+        assert result.status == "succeeded", result
 
 
 def test_a_job_that_does_not_end_is_told(on_slurm, folder, monkeypatch, tmp_path):
@@ -769,6 +782,114 @@ def test_a_lost_holder_is_restarted_with_requeue_and_never_twice_at_work(ray_clu
     assert result.status == "succeeded" and result.incarnation == 0 and result.value["first"] >= 4
 
 
+def test_a_lost_holder_is_never_beside_its_successor(ray_cluster, folder):
+    "A replica that does not heed SIGTERM lives for its grace; the next life begins after that."
+    with on_ray(folder, requeue=True) as made:
+        (handle,) = made.launch_replicas(1, "prog:alone")
+        until(lambda: made.tail(handle) == "awake")
+        os.kill(holder_of(handle), signal.SIGKILL)
+        until(lambda: (folder / "lives").read_text().count("one") == 2)
+        (folder / "go").touch()
+        assert made.collect([handle], timeout=30)[0].status == "succeeded"
+    assert not (folder / "twice").exists()
+
+
+def test_without_requeue_the_end_is_told_when_the_grace_is_over(ray_cluster, folder):
+    with on_ray(folder) as made:
+        (handle,) = made.launch_replicas(1, "prog:alone")
+        until(lambda: made.tail(handle) == "awake")
+        os.kill(holder_of(handle), signal.SIGKILL)
+        (result,) = made.collect([handle], timeout=30)
+        assert (result.status, marked(mark_of(handle))) == ("failed", [])
+        again = made.restart(handle)
+        (folder / "go").touch()
+        assert made.collect([again], timeout=30)[0].status == "succeeded"
+    assert not (folder / "twice").exists()
+
+
+def test_a_launcher_that_would_ask_elsewhere_is_refused(ray_cluster, folder):
+    with on_ray(folder, namespace="team") as made:
+        (handle,) = made.launch_replicas(1, "prog:snooze")
+        with pytest.raises(ValueError, match="runs where .'namespace': 'team'.*the options of that one"):
+            on_ray(folder).attach(handle)
+        assert made.poll(handle) == "running"
+        with on_ray(folder, namespace="team") as other:
+            assert other.poll(other.attach(handle)) == "running"
+
+
+def test_a_holder_that_gives_no_answer_can_be_ended(ray_cluster, folder):
+    with on_ray(folder, command_s=1.0) as made:
+        (handle,) = made.launch_replicas(1, "prog:snooze")
+        until(lambda: made.table()[0]["queue"] == "RUNNING" and made.tail(handle) == "awake")
+        os.kill(holder_of(handle), signal.SIGSTOP)
+        with pytest.warns(UserWarning, match="was not taken by all, and the queue is asked to end them"):
+            made.cancel([handle])
+        assert made.poll(handle) == "cancelled"
+        until(lambda: marked(mark_of(handle)) == [], 10)
+
+
+def test_a_holder_that_cannot_begin_says_why(ray_cluster, folder):
+    with on_ray(folder) as made:
+        made.log_dir.chmod(0o700)
+        (handle,) = made.launch_replicas(1, "prog:add", [1])
+        made.collect([handle], timeout=30)
+        logs, moved = made.log_dir, made.log_dir.with_name("moved")
+        place = made._launcher.place
+        prepare = place.prepare
+
+        def break_it(*args):
+            command = prepare(*args)
+            logs.rename(moved)
+            return command
+
+        place.prepare = break_it
+        (broken,) = made.launch_replicas(1, "prog:add", [1])
+        (result,) = made.collect([broken], timeout=30)
+        moved.rename(logs)
+    assert result.status == "failed" and "FileNotFoundError" in result.error, result.error
+
+
+def test_gpus_are_handed_on_by_number(ray_cluster, folder):
+    "Two that are declared and not there: what is seen is what Ray gave."
+    with on_ray(folder) as made:
+        handles = made.launch_replicas(2, "prog:hold_gpu", [3], gpu=1)
+        results = made.collect(handles, timeout=30)
+        assert sorted(r.value for r in results) == ["0", "1"]
+        (half,) = made.collect(made.launch_replicas(1, "prog:hold_gpu", [0], gpu=0.5), timeout=30)
+        (none,) = made.collect(made.launch_replicas(1, "prog:hold_gpu", [0]), timeout=30)
+        assert half.value in ("0", "1") and none.value is None
+
+
+def test_no_secret_passes_through_ray(ray_cluster, folder, monkeypatch):
+    given = []
+
+    class Actor:
+        def options(self, **wishes):
+            return self
+
+        def remote(self, life):
+            given.append(life)
+            return Actor
+
+        class look:
+            remote = staticmethod(lambda: sys.modules["ray"].put(1))
+
+    with on_ray(folder) as first:
+        first.collect(first.launch_replicas(1, "prog:add", [1]), timeout=30)
+    monkeypatch.setattr("composer_nb.launch.ray.holder_by_source", lambda ray: Actor())
+    made = RayExecutor(folder, env={"A_SECRET": SECRET}, options=QUICK_RAY)
+    (handle,) = made.launch_replicas(1, "prog:add", [1])
+    assert given and SECRET not in repr(given)
+    assert SECRET in (folder / "replicas" / handle.launch / "rank0-run0" / "env.sh").read_text()
+
+
+def test_the_environment_goes_with_the_life(ray_cluster, folder):
+    made = RayExecutor(folder, env={"A_SECRET": SECRET}, options=QUICK_RAY)
+    (handle,) = made.launch_replicas(1, "prog:add", [1])
+    until((folder / "replicas" / handle.launch / "rank0-run0" / "exit").exists)
+    until(lambda: not list(folder.rglob("env.sh")), 5)  # nobody has looked
+
+
 def test_a_program_that_fails_is_not_put_back(ray_cluster, folder):
     with on_ray(folder, requeue=True) as made:
         (result,) = made.collect(made.launch_replicas(1, "prog:leave", [7]), timeout=30)
@@ -812,6 +933,7 @@ def test_what_ray_cannot_give_is_named(ray_cluster, folder, wish, words):
 
 def test_wishes_that_make_no_sense_are_refused_before_ray(tmp_path):
     for wish, words in (
+        ({"address": "local"}, "address='local'"),
         ({"gpus": "h100:2"}, "gpus='h100:2'"), ({"gpus": 0}, "gpus=0"), ({"cpus": 0.5}, "cpus=0.5"),
         ({"resources": {"x": -1}}, r"resources\['x'\]=-1"), ({"namespace": ""}, "namespace=''"),
         ({"requeue": 1}, "requeue=1"), ({"poll_s": None}, "poll_s=None"),
@@ -834,6 +956,7 @@ def test_nodes_of_ray_need_nothing_of_this_package(tmp_path):
         Path(sys.argv[2], "exit").write_text("0")
         left = []
         found.leave = lambda self: left.append(self)
+        found.__mro__[1].__init__.__globals__.update(devices_here=dict, node_here=lambda: "here")
         held = found(life)
         print(found.__name__, held.process, held.restarts, len(left), found.look is not None)
     """
@@ -853,14 +976,14 @@ def test_without_ray_it_says_what_to_do(tmp_path, monkeypatch):
 def test_without_a_cluster_it_says_what_to_do(tmp_path):
     (tmp_path / "prog.py").write_text(PROGRAM)
     code = """
-        import functools, sys
+        import functools, os, sys
         import ray._private.services as services
         from composer_nb.launch.ray import Holder, RayError, RayExecutor, RayOptions, holder_by_source
         services.find_gcs_addresses = functools.cache(set)  # those of other tests on this machine
-        for address in (None, "127.0.0.1:1", "ray://127.0.0.1:10001", "head"):
+        for address in ("auto", "127.0.0.1:1", "ray://127.0.0.1:10001", "local"):
+            os.environ["RAY_ADDRESS"] = address
             try:
-                made = RayExecutor(sys.argv[1], options=RayOptions(address=address))
-                made.launch_replicas(1, "prog:add", [1])
+                RayExecutor(sys.argv[1]).launch_replicas(1, "prog:add", [1])
             except RayError as error:
                 print(error)
     """
@@ -870,7 +993,8 @@ def test_without_a_cluster_it_says_what_to_do(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
     said = done.stdout.splitlines()
     assert len(said) == 4 and all("no Ray cluster answers" in line for line in said), done
-    assert all("`ray start --head`" in line for line in said) and "no ray:// of its client" in said[2]
+    assert all("`ray start --head`" in line for line in said)
+    assert all("no host:port of a head" in line for line in said[2:])
 
 
 def test_a_lost_node_of_ray_is_told_or_healed(folder):

@@ -5,8 +5,11 @@
 # %% ../../nbs/scaling_out/36_island.ipynb #is000004
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .local_model import LocalModel
@@ -23,10 +27,17 @@ from .replica import LoopConfig, Replica
 from .sync_thread import Contribution
 
 # %% auto #0
-__all__ = ['gather_parameters', 'scatter_parameters', 'IslandError', 'Words', 'IslandModel', 'VoicedReplica', 'Speaker',
-           'Listener', 'listen', 'bare_model', 'is_island', 'island_engine']
+__all__ = ['reshard', 'gather_parameters', 'scatter_parameters', 'Inside', 'IslandError', 'Words', 'IslandModel', 'VoicedReplica',
+           'complain', 'Speaker', 'Listener', 'listen', 'bare_model', 'is_island', 'check_alike', 'island_engine']
 
 # %% ../../nbs/scaling_out/36_island.ipynb #is000007
+def reshard(model: nn.Module) -> None:
+    "Brings parameters that FSDP2 left whole after a forward pass back to their shards, which are stepped."
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def gather_parameters(
     shards: Mapping[str, Tensor], names: Sequence[str], mirror: Mapping[str, Tensor] | None = None
@@ -56,24 +67,42 @@ def scatter_parameters(
             whole = mine.to_local()
         local.copy_(whole)
 
+# %% ../../nbs/scaling_out/36_island.ipynb #is000007b
+@dataclass(frozen=True)
+class Inside:
+    "A model as this process of an island has it, and its parameters that are averaged."
+
+    model: nn.Module
+    params: Mapping[str, nn.Parameter]
+
+    def move(self, what: str, names: Sequence[str], mirror: Mapping[str, Tensor] | None = None) -> None:
+        "`gather` or `scatter`, of shards."
+        reshard(self.model)
+        (gather_parameters if what == "gather" else scatter_parameters)(self.params, names, mirror)
+
 # %% ../../nbs/scaling_out/36_island.ipynb #is000009
 class IslandError(RuntimeError):
     "Process 0 of this replica failed, and said why."
 
-
+# %% ../../nbs/scaling_out/36_island.ipynb #is000009b
 class Words:
     "What process 0 says to the others of its replica."
 
-    def __init__(self, wait_s: float) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        limit = timedelta(seconds=2 * wait_s + 600)
-        self.group = dist.new_group(backend="gloo", timeout=limit)
+    def __init__(self) -> None:
+        self.rank, self.size, self.broken = dist.get_rank(), dist.get_world_size(), False
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this replica has left the run: begin another loop")
+        return self._group
 
     def close(self) -> None:
         "Ends the group of the words, once."
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def say(self, what: str, value: Any = None) -> None:
         data = torch.frombuffer(bytearray(json.dumps([what, value]).encode()), dtype=torch.uint8)
@@ -90,7 +119,7 @@ class Words:
 
     def total(self, number: int) -> int:
         "The sum over all processes."
-        value = torch.tensor([number])
+        value = torch.tensor([int(number)], dtype=torch.int64)
         dist.all_reduce(value, group=self.group)
         return int(value)
 
@@ -98,55 +127,51 @@ class Words:
 class IslandModel(LocalModel):
     "The parameters of an island, seen from process 0."
 
-    def __init__(
-        self, mirror: LocalModel, shards: Mapping[str, Tensor], words: Words
-    ) -> None:
+    def __init__(self, mirror: LocalModel, inside: Inside, words: Words) -> None:
         super().__init__(mirror.params, mirror.fragments, mirror.state)
-        self.shards, self.words = shards, words
+        self.inside, self.words = inside, words
 
-    def gather(self, names: Sequence[str]) -> None:
-        self.words.say("gather", list(names))
-        gather_parameters(self.shards, names, self.params)
-
-    def scatter(self, names: Sequence[str]) -> None:
-        self.words.say("scatter", list(names))
-        scatter_parameters(self.shards, names, self.params)
+    def move(self, what: str, names: Sequence[str]) -> None:
+        "`gather` or `scatter`; where it breaks off, the others wait in it, and no word would reach them."
+        self.words.say(what, list(names))
+        self.words.broken = True
+        self.inside.move(what, names, self.params)
+        self.words.broken = False
 
     def snapshot(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        self.gather(list(self.params) if names is None else names)
+        self.move("gather", list(self.params) if names is None else names)
         return super().snapshot(names)
 
     def settle(self, state: State) -> None:
         super().settle(state)
-        self.scatter(list(self.params))
+        self.move("scatter", list(self.params))
 
     def keep_all(self, fragment: int, alpha: float) -> None:
         names = self.fragments[fragment]
-        self.gather(names)
+        self.move("gather", names)
         super().keep_all(fragment, alpha)
-        self.scatter(names)
+        self.move("scatter", names)
 
     def merge(
         self, record: Record, part: Contribution | None, *, included: bool, keep: bool, alpha: float
     ) -> None:
         names = self.fragments[record.fragment]
-        self.gather(names)
+        self.move("gather", names)
         super().merge(record, part, included=included, keep=keep, alpha=alpha)
-        self.scatter(names)
+        self.move("scatter", names)
 
 # %% ../../nbs/scaling_out/36_island.ipynb #is000013
 class VoicedReplica(Replica):
     "A replica over an island's parameters, that tells the others when the run has jumped."
 
     def __init__(
-        self, shards: Mapping[str, nn.Parameter], rendezvous: Rendezvous, config: LoopConfig, words: Words
+        self, inside: Inside, rendezvous: Rendezvous, config: LoopConfig, words: Words
     ) -> None:
-        mirror = {
-            name: torch.empty(value.shape, dtype=value.dtype, device="cpu") for name, value in shards.items()
-        }
+        like = {name: (value.shape, value.dtype) for name, value in inside.params.items()}
+        mirror = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
         self._words, self._jump = words, lambda step: None
         super().__init__(mirror, rendezvous, config)
-        self.local = IslandModel(self.local, shards, words)
+        self.local = IslandModel(self.local, inside, words)
 
     @property
     def on_jump(self) -> Callable[[int], None]:
@@ -161,27 +186,38 @@ class VoicedReplica(Replica):
         self._jump(step)
 
 # %% ../../nbs/scaling_out/36_island.ipynb #is000013b
+def complain(words: Words, error: BaseException) -> None:
+    "Tells the others why process 0 has failed; if they wait for something else, closing the words must do."
+    if not words.broken:
+        with suppress(RuntimeError):
+            words.say("raise", f"{type(error).__name__}: {error}")
+    words.close()
+
+# %% ../../nbs/scaling_out/36_island.ipynb #is000013c
 class Speaker(VoicedReplica):
     "Process 0 of an island."
 
-    _speaking = False
+    _speaking, _told = False, 0
 
     def _aloud(self, verb: Callable[[], Any]) -> Any:
         self._speaking = True
         try:
             value = verb()
         except BaseException as error:
-            self._words.say("raise", f"{type(error).__name__}: {error}")
+            complain(self._words, error)
             raise
         finally:
             self._speaking = False
-        self._words.say("done", {"under_way": value is True, "global_step": self.global_step})
+        news, self._told = self.events[self._told :], len(self.events)
+        told = {"under_way": value is True, "global_step": self.global_step, "events": news}
+        self._words.say("done", told)
         return value
 
     def enter(self, saved: Path | None = None, *, replace_rank: bool = False) -> bool:
         return self._aloud(lambda: super(Speaker, self).enter(saved, replace_rank=replace_rank))
 
     def step(self, tokens: int = 1, loss: float | None = None) -> None:
+        "After an inner step; `tokens` are this process's."
         total = self._words.total(tokens)
         self._aloud(lambda: super(Speaker, self).step(total, loss))
 
@@ -197,8 +233,8 @@ class Speaker(VoicedReplica):
 class Listener:
     "Every other process of an island: the verbs of a `Replica`, without a bucket."
 
-    def __init__(self, shards: Mapping[str, nn.Parameter], words: Words) -> None:
-        self.shards, self.words, self.global_step, self.loss = shards, words, 0, float("nan")
+    def __init__(self, inside: Inside, words: Words) -> None:
+        self.inside, self.words, self.global_step, self.loss = inside, words, 0, float("nan")
         self.on_jump: Callable[[int], None] = lambda step: None
         self.events: list[dict[str, Any]] = []
 
@@ -227,28 +263,33 @@ def listen(own: Listener) -> bool:
     "Does what process 0 says until its verb is done. Raises IslandError."
     while True:
         what, value = own.words.hear()
-        if what == "gather":
-            gather_parameters(own.shards, value)
-        elif what == "scatter":
-            scatter_parameters(own.shards, value)
+        if what in ("gather", "scatter"):
+            own.inside.move(what, value)
         elif what == "jump":
             own.on_jump(value)
         elif what == "raise":
             raise IslandError(f"process 0 of this replica failed: {value}")
         else:
             own.global_step = value["global_step"]
+            own.events += value["events"]
             return value["under_way"]
 
 # %% ../../nbs/scaling_out/36_island.ipynb #is000016
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model inside DDP's wrapper. Raises ValueError for FSDP's first version, whose parameters are flat
-    pieces without names of their own."""
+    """The model inside the wrappers of `torch.compile` and DDP, with FSDP2's parameters as shards. Raises
+    ValueError for what keeps parameters elsewhere: FSDP's first version, and DeepSpeed."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         remedy = "shard it with fully_shard, in a Trainer with fsdp_config={'version': 2}"
         raise ValueError(f"the model is sharded by FullyShardedDataParallel, FSDP's first version: {remedy}")
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if type(model).__name__ == "DeepSpeedEngine" or any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise ValueError("DeepSpeed keeps parameters of its own: take DDP or FSDP2 for a replica")
+    model = getattr(model, "_orig_mod", model)
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    model = getattr(model, "_orig_mod", model)
+    reshard(model)
+    return model
 
 
 def is_island() -> bool:
@@ -256,19 +297,39 @@ def is_island() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def check_alike(words: Words, shards: Mapping[str, Tensor], rank: int) -> None:
+    """Raises ValueError, in all processes, where they are not of one replica: other ranks of the run, other
+    parameters, or other values of what is whole in each of them."""
+    facts = [[name, list(value.shape), str(value.dtype)] for name, value in shards.items()]
+    whole = [value.detach() for value in shards.values() if not isinstance(value, DTensor)]
+    weight = sum(float(value.double().sum()) for value in whole)
+    mine = json.dumps([rank, weight, facts]).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(mine).digest()), dtype=torch.uint8)
+    every = [torch.empty_like(digest) for _ in range(words.size)]
+    dist.all_gather(every, digest, group=words.group)
+    if not all(torch.equal(one, digest) for one in every):
+        remedy = "give all one rank and one model (wrap it before), or begin no process group"
+        raise ValueError(f"the {words.size} processes of rank {rank} are not one replica: {remedy}")
+
+# %% ../../nbs/scaling_out/36_island.ipynb #is000016b
 def island_engine(
-    shards: Mapping[str, nn.Parameter], meet: Callable[[], Rendezvous], config: LoopConfig
+    inside: Inside, rank: int, meet: Callable[[], Rendezvous], config: LoopConfig
 ) -> Speaker | Listener:
     """The engine of this process of an island; `meet` is called in process 0 alone. Where it raises, all
-    processes raise."""
-    words = Words(config.wait_s)
-    if words.rank:
-        listen(engine := Listener(shards, words))
-        return engine
+    processes raise; ValueError where they are not of one replica."""
+    words = Words()
     try:
-        engine = Speaker(shards, meet(), config, words)
-    except BaseException as error:
-        words.say("raise", f"{type(error).__name__}: {error}")
+        check_alike(words, inside.params, rank)
+        if words.rank:
+            listen(engine := Listener(inside, words))
+            return engine
+    except BaseException:
+        words.close()
         raise
-    words.say("done", {"under_way": False, "global_step": 0})
+    try:
+        engine = Speaker(inside, meet(), config, words)
+    except BaseException as error:
+        complain(words, error)
+        raise
+    words.say("done", {"under_way": False, "global_step": 0, "events": []})
     return engine

@@ -13,36 +13,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from .island import bare_model, is_island, island_engine
+from .island import Inside, bare_model, is_island, island_engine
 from .local_model import INDEX, global_spec, read_saved, trainable_parameters
 from composer_nb.diloco.loop_options import (
-    LoopOptions,
-    loop_config,
-    opened,
-    replica_number,
-    run_config,
-    split_options,
-)
+    LoopOptions, loop_config, opened, replica_number, run_config, split_options
+)  # fmt: skip
 from .manager import ObjectStoreManager
 from .records import RunConfig
 from .rendezvous import Rendezvous
 from .replica import LoopConfig, Replica
 from composer_nb.diloco.torchft_engine import (
-    NO_HOLDER,
-    ManagerOptions,
-    TorchftLoop,
-    check_honoured,
-    need_torchft,
-    open_manager,
-    outer_optimizer,
-    read_address,
-    refuse,
-    refuse_ignored,
-)
+    NO_HOLDER, ManagerOptions, TorchftLoop, check_honoured, need_torchft, open_manager,
+    outer_optimizer, read_address, refuse, refuse_ignored
+)  # fmt: skip
 
 # %% auto #0
 __all__ = ['Build', 'Held', 'advance_schedule', 'refresh_teacher', 'Rejoin', 'LiveDisplay', 'show_table', 'PlainLoop', 'begin',
@@ -52,9 +40,11 @@ __all__ = ['Build', 'Held', 'advance_schedule', 'refresh_teacher', 'Rejoin', 'Li
 # %% ../../nbs/scaling_out/40_outer_loop.ipynb #c024-f28601
 def advance_schedule(scheduler: Any, step: int) -> None:
     """Step a learning-rate schedule (torch's, or accelerate's wrapper around it) up to `step`, never back;
-    None is fine.
+    None is fine. Accelerate's steps once for each process, unless it was told that batches are split.
     """
     inner = getattr(scheduler, "scheduler", scheduler)
+    if getattr(scheduler, "step_with_optimizer", False) and not getattr(scheduler, "split_batches", True):
+        step *= AcceleratorState().num_processes
     if inner is None or isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
     with warnings.catch_warnings():
@@ -299,9 +289,11 @@ def bucket_engine(options: LoopOptions) -> Build:
     more = {"run_id": options.run_id, "config": terms, "expected": world_size, **options.more}
 
     def build(model: nn.Module, optimizer: Any) -> Any:
-        params = trainable_parameters(bare_model(model))
+        params = trainable_parameters(inner := bare_model(model))
         meet = lambda: Rendezvous(opened(options), rank, spec=global_spec(params), **more)  # noqa: E731
-        return island_engine(params, meet, config) if is_island() else Replica(params, meet(), config)
+        if is_island():
+            return island_engine(Inside(inner, params), rank, meet, config)
+        return Replica(params, meet(), config)
 
     return build
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from composer_nb.diloco.outer import OuterConfig
 from composer_nb.diloco.outer_loop import make_diloco_outer_loop
 
 KINDS = {"one": 1, "ddp": 2, "fsdp2": 2}
-BATCH, STEPS, SYNC_EVERY = 8, 24, 6
+BATCHES, STEPS, SYNC_EVERY = (8, 16), 24, 6  # rows of a step, by replica: they weigh differently
 TRUTH = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -55,7 +56,7 @@ def fresh_model() -> nn.Module:
 
 
 def batch_of(replica: int, step: int) -> tuple[Tensor, Tensor]:
-    rows = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(1000 * replica + step))
+    rows = torch.randn(BATCHES[replica], 16, generator=torch.Generator().manual_seed(1000 * replica + step))
     return rows, rows @ TRUTH
 
 
@@ -121,9 +122,14 @@ def run_islands(folder: Path, kind: str, timeout_s: float = 240.0) -> dict[str, 
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "composer_nb.drills.island_run", str(folder), kind]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+    done = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    try:
+        said = done.communicate(timeout=timeout_s)[1]
+    except BaseException:
+        os.killpg(done.pid, signal.SIGKILL)  # those that it has forked too
+        raise
     if done.returncode:
-        raise RuntimeError(f"the islands ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"the islands ended with {done.returncode}: {said.strip()[-2000:]}")
     params = [load_file(path) for path in sorted(folder.glob("params-*.safetensors"))]
     told = json.loads((folder / "told.json").read_text())
     return told | {"params": params[0], "others": params[1:], "processes": len(params)}

@@ -32,14 +32,14 @@ QUIET = {
 
 
 class RayCluster:
-    """So many nodes with `cpus` each, and `resources` of the user's own names on the first.
+    """So many nodes with `cpus` each, and on the head `gpus` that are declared and not there.
 
     Raises OSError where it cannot be started. Ray's own client of this process, if it was begun, ends with
     the cluster.
     """
 
-    def __init__(self, nodes: int = 2, cpus: int = 8, resources: dict[str, float] | None = None) -> None:
-        self.cpus, self.resources = cpus, resources or {}
+    def __init__(self, nodes: int = 2, cpus: int = 8, gpus: int = 0) -> None:
+        self.cpus, self.gpus = cpus, gpus
         self._wanted, self._cluster, self._nodes = nodes, None, {}
 
     @classmethod
@@ -76,7 +76,7 @@ class RayCluster:
             own: dict[str, Any] = {"temp_dir": str(self.folder), "include_dashboard": False}
             node = self._cluster.add_node(
                 num_cpus=self.cpus,
-                resources={} if number else self.resources,
+                num_gpus=0 if number else self.gpus,
                 node_ip_address=f"127.0.0.{2 + number}",
                 object_store_memory=80 * 2**20,
                 **({} if number else own),

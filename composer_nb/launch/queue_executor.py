@@ -144,7 +144,9 @@ class Submitter:
             for rank, command in prepared.items():
                 log = self.place.log(who[0], rank, who[1])
                 handle = ReplicaHandle(rank, lives.world_size, who[1], who[0], job, log, tuple(command))
-                write_json(self.place.files(who[0], rank, who[1]) / "handle.json", handle.to_dict())
+                files = self.place.files(who[0], rank, who[1])
+                write_json(files / "queue.json", self.queue.identity())
+                write_json(files / "handle.json", handle.to_dict())
                 handles.append(handle)
         except BaseException as error:
             if not isinstance(error, QueueError) or error.unsure:  # the job may be in the queue
@@ -158,8 +160,8 @@ class Submitter:
 class Shelf:
     "The lives that stand in a work folder, whoever submitted them."
 
-    def __init__(self, place: SharedPlace, options: QueueOptions) -> None:
-        self.place, self._options = place, options
+    def __init__(self, place: SharedPlace, options: QueueOptions, queue: Queue) -> None:
+        self.place, self._options, self._queue = place, options, queue
 
     def life(self, handle: ReplicaHandle) -> Life:
         "A life as its folder tells it. Raises ValueError where there is none."
@@ -172,11 +174,20 @@ class Shelf:
         spec, limits = (json.loads((files / f"{name}.json").read_text()) for name in ("job", "limits"))
         program = Program(spec["kind"], spec["target"], tuple(spec["path"]), spec["file"])
         job, now = QueueJob(handle.pid, handle.rank, files, self._options), time.monotonic()
+        job.linger_s = self.place.grace_s + 1 if self._options.lingers else 0.0
         life = Life(handle, Task(program, spec["args"], **limits), files, job, now)
         if verdict := read_verdict(files):
             life.status, life.note = verdict
             life.started, life.ended, job.returncode = now - (seconds_of(files) or 0.0), now, job.exit_code()
         return life
+
+    def check_queue(self, life: Life) -> None:
+        "Raises ValueError for a life that another queue runs: of it, this one would say that it is gone."
+        with suppress(FileNotFoundError):  # handed in, and its launcher died before it wrote that down
+            theirs, ours = json.loads((life.files / "queue.json").read_text()), self._queue.identity()
+            if other := {name: value for name, value in theirs.items() if ours.get(name) != value}:
+                said = f"rank {life.handle.rank} of launch {life.handle.launch!r} runs where {other}"
+                raise ValueError(f"{said}, and this executor asks {ours}: give it the options of that one")
 
     def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:
         "Of all lives that were submitted, in order."
@@ -194,10 +205,14 @@ class Adopter:
         self.shelf, self._register, self._supervisor = shelf, register, supervisor
 
     def adopt(self, handle: ReplicaHandle) -> ReplicaHandle:
-        "Enters a life into the register, unless it is there."
+        "Enters a life into the register, unless it is there. Raises ValueError for one of another queue."
         with self._register.lock:
             if handle not in self._register.lives:
                 life = self.shelf.life(handle)
+                if life.status == "running":
+                    self.shelf.check_queue(life)
+                else:  # whoever wrote its end down was no launcher, or died before it had tidied up
+                    (life.files / "env.sh").unlink(missing_ok=True)
                 self._register.lives[handle] = life
                 self._register.note(life, "attached")
                 if life.status == "running":
@@ -284,10 +299,10 @@ class LaunchingExecutor(AttachingExecutor):
 
     def launch_replicas(
         self, n_replicas: int, entrypoint: Entrypoint, entrypoint_args: Arguments = (), *,
-        gpu: int | str | None = None, timeout: float | None = None,
+        gpu: int | float | str | None = None, timeout: float | None = None,
     ) -> list[ReplicaHandle]:
-        """Submits ranks 0..n-1 of one program, all or none. `gpu`: how many for each, or "kind:number", in
-        place of `options.gpus`; `timeout`: seconds for each, from its beginning."""
+        """Submits ranks 0..n-1 of one program; if one is refused, none stays. `gpu`: how many for each, as
+        the queue's `options.gpus`, and in its place; `timeout`: seconds for each, from its beginning."""
         task = self._launcher.task(entrypoint, entrypoint_args, gpu, timeout)
         return self._launcher.launch(n_replicas, task)
 
@@ -330,7 +345,7 @@ class QueueExecutor(LaunchingExecutor):
         place = SharedPlace(self.workdir, self.log_dir, os.fspath(python), self._environment, grace_s)
         reader = QueueReader(queue, self.options.poll_s)
         self._supervisor = QueueSupervisor(register, limits, reader, self._environment)
-        self._adopter = Adopter(Shelf(place, self.options), register, self._supervisor)
+        self._adopter = Adopter(Shelf(place, self.options, queue), register, self._supervisor)
         submitter, limit_s = Submitter(place, queue), self.options.time_limit_s
         self._launcher = QueueLauncher(self._adopter, submitter, register, self._supervisor, limit_s)
 

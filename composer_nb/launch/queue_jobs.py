@@ -20,9 +20,9 @@ from .job import Status, check_seconds
 from .local import Environment, Life, Limits, Register, Supervisor, how_it_ended, overdue
 
 # %% auto #0
-__all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', 'Queue', 'read_exit', 'QueueJob', 'is_over',
-           'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'end_jobs', 'read_verdict', 'seconds_of', 'settle',
-           'QueueWatcher', 'QueueSupervisor']
+__all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', 'Queue', 'read_exit', 'read_note', 'QueueJob',
+           'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'tell_jobs', 'end_jobs', 'read_verdict',
+           'seconds_of', 'settle', 'QueueWatcher', 'QueueSupervisor']
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #qj000002
 class QueueError(RuntimeError):
@@ -53,6 +53,7 @@ class QueueOptions:
 
     queue: ClassVar[str] = "the queue"
     forgets: ClassVar[str] = ""  # where else an end may be written, after a semicolon
+    lingers: ClassVar[bool] = False  # whether a program may outlive its job by the grace it is given
 
     cpus: int = 1
     memory_mb: int | None = None
@@ -95,7 +96,7 @@ class QueueState:
     def final(self) -> bool:
         return self.state in FINAL
 
-
+# %% ../../nbs/launching/05_queue_jobs.ipynb #qj000003b
 class Queue(Protocol):
     "What runs jobs; each verb raises QueueError where it is not answered within `limit_s` seconds."
 
@@ -110,6 +111,9 @@ class Queue(Protocol):
     def cancel(self, tasks: Sequence[str]) -> None:
         "Ends jobs, waiting ones too; passes over what has ended."
 
+    def identity(self) -> dict[str, str]:
+        "What tells this queue from others of its kind; a life is taken up in the queue that runs it."
+
     def look_by_hand(self, jobs: Sequence[int]) -> str:
         "How a person sees them."
 
@@ -117,10 +121,18 @@ class Queue(Protocol):
 def read_exit(path: Path) -> int | None:
     "The exit code that was written beside a life, negative for a signal; None while there is none."
     try:
-        code = int(path.read_text())
-    except (FileNotFoundError, ValueError):
+        code = int(path.read_text().split()[0])
+    except (FileNotFoundError, ValueError, IndexError):
         return None
     return 128 - code if 128 < code <= 192 else code
+
+
+def read_note(path: Path) -> str:
+    "What stands beside an exit code: which limit ended the program; empty where none did."
+    try:
+        return path.read_text().partition(" ")[2].strip()
+    except FileNotFoundError:
+        return ""
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #sj000107a
 @dataclass
@@ -135,6 +147,7 @@ class QueueJob:
     seen: QueueState = field(default_factory=lambda: QueueState("PENDING"))
     since: float | None = None
     waited: bool = True
+    linger_s: float = 0.0  # for which its program may live on when the queue knows it no more
 
     @property
     def name(self) -> str:
@@ -143,7 +156,7 @@ class QueueJob:
     @property
     def began(self) -> bool:
         "Whether its program has begun, and is not suspended; one that was put back and waits has not."
-        if self.seen.state in ("RUNNING", "SUSPENDED"):
+        if self.seen.state in ("RUNNING", "SUSPENDED", "UNANSWERED"):
             return self.seen.state == "RUNNING"
         with suppress(FileNotFoundError):  # one line is written each time it begins
             return len((self.files / "began").read_text().splitlines()) > self.seen.restarts
@@ -173,7 +186,8 @@ def is_over(job: QueueJob, states: Mapping[tuple[int, int], QueueState] | None) 
         job.since = None
         return False
     job.since = job.since or time.monotonic()
-    late = time.monotonic() - job.since >= job.options.lag_s
+    patience_s = job.options.lag_s if code is not None else max(job.options.lag_s, job.linger_s)
+    late = time.monotonic() - job.since >= patience_s
     if code is None or requeue:
         return asked and job.gone and (late or code is not None)
     return code == 0 or job.gone or late
@@ -186,6 +200,8 @@ def how_a_job_ended(life: Life) -> tuple[Status, str]:
     reason = f" ({job.seen.reason})" if job.seen.reason else ""
     queue = job.options.queue
     says = f"{queue} says {job.seen.state}{reason}{place}"
+    if note := read_note(life.files / "exit"):
+        return "timed_out", note
     if job.returncode == 0 and job.seen.state not in ("CANCELLED", "TIMEOUT"):
         return how_it_ended(life)
     if job.seen.state in ("TIMEOUT", "DEADLINE"):
@@ -210,7 +226,7 @@ class QueueReader:
     def due(self) -> bool:
         return time.monotonic() - self._asked >= self.poll_s
 
-    def read(self, jobs: Iterable[SlurmJob]) -> dict[tuple[int, int], QueueState] | None:
+    def read(self, jobs: Iterable[QueueJob]) -> dict[tuple[int, int], QueueState] | None:
         "None where it does not answer, with a warning the first time."
         try:
             states, answered = self.queue.states(job.job for job in jobs), True
@@ -235,22 +251,33 @@ def wait_for_jobs(
             return
         time.sleep(pause_s)
 
+# %% ../../nbs/launching/05_queue_jobs.ipynb #sj000112c
+def tell_jobs(reader: QueueReader, jobs: Sequence[QueueJob], name: str, *, everything: bool = False) -> None:
+    "A signal to jobs; one that nobody answers is a warning, since the queue can still end them."
+    try:
+        if jobs:
+            reader.queue.signal([job.name for job in jobs], name, everything=everything)
+    except QueueError as error:
+        said = f"SIG{name} was not taken by all, and the queue is asked to end them"
+        warnings.warn(f"{said}: {error}", stacklevel=2)
+
 
 def end_jobs(jobs: Sequence[QueueJob], reader: QueueReader, grace_s: float, *, show_stacks: bool) -> None:
     "Ends jobs with all that they started; those that wait leave the queue. Raises QueueError."
     running = [job for job in jobs if job.began]
     if show_stacks and running:
-        reader.queue.signal([job.name for job in running], "USR1")
+        tell_jobs(reader, running, "USR1")
         time.sleep(0.2)
     for name in ("TERM", "USR2"):  # to what watches it, which hands on SIGTERM, and then SIGKILL
         if left := [job for job in running if job.exit_code() is None]:
-            reader.queue.signal([job.name for job in left], name)
+            tell_jobs(reader, left, name)
             wait_for_jobs(left, grace_s)
     wait_for_jobs(running, grace_s + 2)  # what they started has the same grace
-    if running:
-        reader.queue.signal([job.name for job in running], "KILL", everything=True)
+    tell_jobs(reader, running, "KILL", everything=True)
     reader.queue.cancel([job.name for job in jobs])
     wait_for_jobs(jobs, reader.queue.limit_s, reader)
+    lingering = [job.linger_s for job in jobs if job.exit_code() is None and (job.files / "began").exists()]
+    time.sleep(max(lingering, default=0.0))  # began, and no end was written: it may still be on its way out
     if left := ", ".join(f"{job.name} ({job.seen.state})" for job in jobs if not job.gone):
         seen = reader.queue.look_by_hand(sorted({job.job for job in jobs}))
         warnings.warn(f"cancelled, and not seen to end within command_s: {left}; {seen}", stacklevel=2)

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+from .local import Task
 from .queue_executor import QueueExecutor, SharedPlace, Submission, tidy_words
 from .queue_jobs import QueueError, QueueOptions, QueueState
 
 # %% auto #0
-__all__ = ['RayError', 'check_number', 'RayOptions', 'node_here', 'start_in_life', 'tidy_up', 'send', 'write_whole',
-           'HeldProcess', 'Holder', 'holder_by_source', 'knock', 'connect', 'check_room', 'RayQueue', 'named_actors',
-           'find_actor', 'LookingRayQueue', 'EndingRayQueue', 'RayExecutor']
+__all__ = ['RayError', 'check_number', 'RayOptions', 'node_here', 'devices_here', 'start_in_life', 'tidy_up', 'send', 'write_end',
+           'wait_within', 'HeldProcess', 'Holder', 'holder_by_source', 'knock', 'same_address', 'connect', 'asking',
+           'check_room', 'named_actors', 'find_actor', 'why_it_died', 'RayQueue', 'TakingRayQueue', 'LookingRayQueue',
+           'SignallingRayQueue', 'RayExecutor']
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000007
 class RayError(QueueError):
@@ -55,6 +58,7 @@ class RayOptions(QueueOptions):
 
     queue: ClassVar[str] = "Ray"
     forgets: ClassVar[str] = "; its node or its holder was lost, see `ray status` and Ray's logs"
+    lingers: ClassVar[bool] = True
 
     address: str | None = None
     gpus: float | None = None
@@ -64,6 +68,8 @@ class RayOptions(QueueOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("gpus", self.gpus)
+        if self.address is not None and not re.fullmatch(r"[^/]+:\d+", str(self.address)):
+            raise ValueError(f"address={self.address!r}: pass host:port of the cluster's head, or None")
         for name, value in (self.resources or {}).items():
             check_number(f"resources[{name!r}]", value)
         if not self.namespace or not isinstance(self.namespace, str):
@@ -83,11 +89,18 @@ def node_here() -> str:
     return ray.get_runtime_context().get_node_id()[:8]
 
 
+def devices_here() -> dict[str, str]:
+    "The GPUs that Ray gave to this actor, whether or not it has set the variable itself."
+    import ray
+
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
+
+
 def start_in_life(life: Mapping[str, Any], words: Sequence[str], log: Any) -> subprocess.Popen:
     "A child with the environment of a life, and the devices that Ray gave its holder."
-    own = {"REPLICA_EXECUTOR": str(os.getpid()), "PATH": os.environ.get("PATH", os.defpath)}
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    env = own if devices is None else own | {"CUDA_VISIBLE_DEVICES": devices}
+    env = {"REPLICA_EXECUTOR": str(os.getpid()), "PATH": os.environ.get("PATH", os.defpath)}
+    env |= life["devices"]
     script = ["/bin/sh", "-c", '. "$0" && exec "$@"', os.path.join(life["files"], "env.sh")]
     return subprocess.Popen(
         [*script, *words], cwd=life["workdir"], env=env, start_new_session=True,
@@ -111,49 +124,67 @@ def send(process: subprocess.Popen, name: str, everything: bool = False) -> None
         (os.killpg if everything else os.kill)(process.pid, one)
 
 
-def write_whole(life: Mapping[str, Any], name: str, text: str) -> None:
-    "A file of mode 0600 in the folder of a life, whole or not at all."
-    path = os.path.join(life["files"], name)
-    with open(os.open(f"{path}.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(f"{path}.part", path)
+def write_end(life: Mapping[str, Any], text: str) -> None:
+    "The exit code and what ended it, whole or not at all; then the environment goes. Tries for a while."
+    path = os.path.join(life["files"], "exit")
+    for left in range(30, -1, -1):
+        try:
+            with open(os.open(f"{path}.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text)
+            os.replace(f"{path}.part", path)
+            os.unlink(os.path.join(life["files"], "env.sh"))
+            return
+        except FileNotFoundError:  # the folder is gone, or the environment is
+            return
+        except OSError:
+            if not left:
+                raise
+            time.sleep(1)
+
+
+def wait_within(process: subprocess.Popen, life: Mapping[str, Any]) -> str:
+    "Until a process has ended, by itself or by the limit of its life; which limit that was, or nothing."
+    try:
+        process.wait(life["limit_s"])
+    except subprocess.TimeoutExpired:
+        send(process, "TERM")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(life["grace_s"])
+        send(process, "KILL", everything=True)
+        return life["limit"]
+    return ""
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000010b
 class HeldProcess:
     "The replica of one life, and how it ended."
 
     def __init__(self, life: Mapping[str, Any], vanish: Callable[[], None]) -> None:
-        self.life, self.vanish, self.process = life, vanish, None
-        began = os.path.join(life["files"], "began")
-        self.restarts = len(open(began).readlines()) if os.path.exists(began) else 0
+        self.life, self.vanish, self.process = {**life, "devices": devices_here()}, vanish, None
+        began, here = os.path.join(life["files"], "began"), node_here()
+        before = open(began).read().splitlines() if os.path.exists(began) else []
+        self.restarts = len(before)
         if os.path.exists(os.path.join(life["files"], "exit")):
             self.vanish()
             return
-        if self.restarts:
-            tidy_up(life)  # what the one before left on this node
+        if before and before[-1].split()[-1] != here:
+            time.sleep(life["grace_s"] + 1)  # what the other node runs has this long to end
+        elif before:
+            tidy_up(self.life)
         with open(began, "a") as file:
-            file.write(f"{self.restarts} {node_here()}\n")
+            file.write(f"{self.restarts} {here}\n")
         with open(life["log"], "ab") as log:
-            self.process = start_in_life(life, life["command"], log)
+            self.process = start_in_life(self.life, life["command"], log)
         threading.Thread(target=self.watch, daemon=True).start()
 
     def watch(self) -> None:
-        "Until the replica has ended, or its time is over; then writes down how."
-        late, limit_s = "", self.life["limit_s"]
+        "Until the replica has ended, or its time is over; then writes down how, and leaves in any case."
         try:
-            self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            late = f"reached time_limit_s={limit_s:g}"
-            send(self.process, "TERM")
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(self.life["grace_s"])
-            send(self.process, "KILL", everything=True)
-        code = self.process.wait()
-        tidy_up(self.life)
-        write_whole(self.life, "exit", str(code if code >= 0 else 128 - code))
-        if late:
-            write_whole(self.life, "ended.json", json.dumps({"status": "timed_out", "note": late}))
-        self.vanish()
+            late = wait_within(self.process, self.life)
+            code = self.process.wait()
+            tidy_up(self.life)
+            write_end(self.life, f"{code if code >= 0 else 128 - code} {late}")
+        finally:
+            self.vanish()
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000010c
 class Holder(HeldProcess):
@@ -191,10 +222,19 @@ def knock(address: str, seconds: float = 5.0) -> None:
     address."""
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdecimal():
-        raise ValueError("an address is host:port of the cluster's head, and no ray:// of its client")
+        raise ValueError("it is no host:port of a head, neither 'local' nor a ray:// of its client will do")
     socket.create_connection((host.strip("[]"), int(port)), seconds).close()
 
 
+def same_address(asked: str, found: str) -> bool:
+    "Whether two addresses are of one head; Ray puts a machine's address in the network for its loopback."
+    (host, _, port), (there, _, its_port) = asked.rpartition(":"), found.rpartition(":")
+    here = {"localhost", "127.0.0.1", "::1"}
+    return port == its_port and (
+        host == there or host.strip("[]") in here or socket.gethostbyname(host) == socket.gethostbyname(there)
+    )
+
+# %% ../../nbs/launching/07_ray.ipynb #ry000012a
 def connect(options: RayOptions) -> ModuleType:
     "The module `ray` of a process that is in the cluster. Raises RayError."
     try:
@@ -203,26 +243,37 @@ def connect(options: RayOptions) -> ModuleType:
         remedy = "pip install 'composer-notebooks[ray]', of the cluster's version"
         raise RayError(f"there is no package ray here: {remedy}") from None
     if not ray.is_initialized():
+        given = options.address or os.environ.get("RAY_ADDRESS") or "auto"
         try:
-            if ":" in (given := options.address or os.environ.get("RAY_ADDRESS", "")):
+            if given != "auto":
                 knock(given)
-            ray.init(
-                given or "auto", namespace=options.namespace, log_to_driver=False, logging_level="ERROR"
-            )
+            ray.init(given, namespace=options.namespace, log_to_driver=False, logging_level="ERROR")
         except (OSError, RuntimeError, ValueError) as error:
             remedy = "begin one with `ray start --head`, or pass address='host:port' of its head"
-            said = f"address={options.address!r}: no Ray cluster answers ({error})"
-            raise RayError(f"{said}: {remedy}") from None
+            raise RayError(f"address={given!r}: no Ray cluster answers ({error}): {remedy}") from None
     found = ray.get_runtime_context().gcs_address
-    if options.address not in (None, "auto", found):
+    if options.address is not None and not same_address(options.address, found):
         remedy = "a process is in one cluster at a time: call ray.shutdown() first, or leave the address out"
         raise RayError(f"address={options.address!r}: this process is in the cluster at {found}; {remedy}")
     return ray
 
+# %% ../../nbs/launching/07_ray.ipynb #ry000012c
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    "Ray's own errors, and its own limits of a minute or so, as RayError."
+    import ray
+
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        said = f"the cluster gave no answer when asked for {what} ({error})"
+        raise RayError(f"{said}: see `ray status`") from None
+
 # %% ../../nbs/launching/07_ray.ipynb #ry000012b
 def check_room(ray: ModuleType, wishes: Mapping[str, float]) -> None:
     "Raises RayError for what no node that is there could grant, even if it were empty."
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    with asking("its nodes"):
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(all(node.get(name, 0) >= n for name, n in wishes.items()) for node in nodes):
         return
     most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in wishes}
@@ -230,52 +281,11 @@ def check_room(ray: ModuleType, wishes: Mapping[str, float]) -> None:
     told = ", ".join(f"{name}={n:g} (the most that one has is {most[name]:g})" for name, n in short.items())
     raise RayError(f"no node of the cluster can grant {told}: `ray status` lists what there is")
 
-# %% ../../nbs/launching/07_ray.ipynb #ry000013
-class RayQueue:
-    "Ray as a queue: one detached actor for each life."
-
-    def __init__(self, options: RayOptions, grace_s: float) -> None:
-        self.limit_s, self._options, self._grace_s = options.command_s, options, grace_s
-        self._restarts: dict[str, int] = {}
-        self._asked: dict[str, Any] = {}
-
-    @staticmethod
-    def number(lives: Submission) -> int:
-        return int(lives.launch, 16) * 1000 + lives.incarnation
-
-    def check_gpus(self, gpus: Any) -> None:
-        check_number("gpu", gpus)
-
-    def hand_in(self, lives: Submission, place: SharedPlace, command: Sequence[str]) -> int:
-        ray, options, task = connect(self._options), self._options, lives.task
-        check_room(ray, wishes := options.wishes(task.gpu))
-        limit_s, job = options.time_limit_s, self.number(lives)
-        if limit_s is None and task.timeout is not None:  # the launcher is exact; this is for when it is gone
-            limit_s = task.timeout + self._grace_s + 60
-        rest = {name: n for name, n in wishes.items() if name not in ("CPU", "GPU", "memory")}
-        actor, wish = holder_by_source(ray), {"num_cpus": wishes["CPU"], "resources": rest}
-        wish |= {"num_gpus": wishes.get("GPU", 0), "memory": wishes.get("memory")}
-        wish |= {"lifetime": "detached", "namespace": options.namespace}
-        wish |= {"max_restarts": -1 if options.requeue else 0}
-        same = {"workdir": str(place.workdir), "tidy": tidy_words(command), "limit_s": limit_s}
-        for rank in lives.ranks:
-            files = str(place.files(lives.launch, rank, lives.incarnation))
-            log, runs = place.log(lives.launch, rank, lives.incarnation), [*command, f"{files}/job.json"]
-            own = {"files": files, "log": str(log), "command": runs, "grace_s": self._grace_s}
-            try:
-                actor.options(name=f"{job}_{rank}", **wish).remote(same | own)
-            except (ray.exceptions.RayError, ValueError) as error:
-                self.withdraw(lives)
-                raise RayError(f"rank {rank} was not taken: {error}") from None
-        return job
-
 # %% ../../nbs/launching/07_ray.ipynb #ry000015
 def named_actors(ray: ModuleType, namespace: str) -> list[str]:
     "Names of all actors that are there or will be. Raises RayError."
-    try:
+    with asking("names"):
         every = ray.util.list_named_actors(all_namespaces=True)
-    except ray.exceptions.RayError as error:
-        raise RayError(f"the cluster gave no answer ({error}): see `ray status`") from None
     return [one["name"] for one in every if one["namespace"] == namespace]
 
 
@@ -286,72 +296,139 @@ def find_actor(ray: ModuleType, name: str, namespace: str) -> Any:
     except ValueError:
         return None
 
-# %% ../../nbs/launching/07_ray.ipynb #ry000015b
-class LookingRayQueue(RayQueue):
-    "What it says of jobs."
 
-    def states(self, jobs: Iterable[int]) -> dict[tuple[int, int], QueueState]:
-        ray, found, wanted = connect(self._options), {}, {f"{job}" for job in jobs}
-        names = named_actors(ray, self._options.namespace)
-        names = [name for name in names if name.partition("_")[0] in wanted]
-        self._asked = {name: ref for name, ref in self._asked.items() if name in names}
-        for name in names:
-            if name not in self._asked and (actor := self._actor(ray, name)):
-                self._asked[name] = actor.look.remote()
-        if self._asked:
-            ray.wait([*self._asked.values()], num_returns=len(self._asked), timeout=0.3)
-        for name in [*self._asked]:
-            if state := self._state(ray, name):
-                job, _, rank = name.partition("_")
-                found[int(job), int(rank)] = state
-        return found
+def why_it_died(error: Exception) -> QueueState | None:
+    "What a holder met that could not begin; None for one that began, and was lost or has left."
+    lines = str(error).strip().splitlines()
+    return QueueState("FAILED", reason=lines[-1].strip()) if "creation task" in str(error) else None
 
-    def _actor(self, ray: ModuleType, name: str) -> Any:
-        return find_actor(ray, name, self._options.namespace)
+# %% ../../nbs/launching/07_ray.ipynb #ry000013
+class RayQueue:
+    "Ray as a queue: one detached actor for each life."
 
-    def _state(self, ray: ModuleType, name: str) -> QueueState | None:
-        restarts = self._restarts.get(name, 0)
-        if not ray.wait([self._asked[name]], timeout=0)[0]:
-            return QueueState("PENDING", reason="has no room yet, or is busy", restarts=restarts)
-        try:
-            node, restarts, seconds = ray.get(self._asked.pop(name))
-        except ray.exceptions.ActorUnavailableError:
-            return QueueState("PENDING", reason="its node or its holder was lost", restarts=restarts + 1)
-        except ray.exceptions.RayActorError:  # it is gone
-            return None
-        self._restarts[name] = restarts
-        return QueueState("RUNNING", node, restarts=restarts, seconds=seconds)
+    def __init__(self, options: RayOptions, grace_s: float) -> None:
+        self.limit_s, self._options, self._grace_s = options.command_s, options, grace_s
+        self._known: dict[str, QueueState] = {}  # by the name of an actor, its last answer
+        self._asked: dict[str, Any] = {}  # and the question that is open
 
-# %% ../../nbs/launching/07_ray.ipynb #ry000016
-class EndingRayQueue(LookingRayQueue):
-    "What it does to jobs."
+    @staticmethod
+    def number(lives: Submission) -> int:
+        return int(lives.launch, 16) * 1000 + lives.incarnation
 
-    def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
-        ray = connect(self._options)
-        actors = [actor for task in tasks if (actor := self._actor(ray, task))]
-        asked = [actor.signal.remote(name, everything) for actor in actors]
-        done, late = ray.wait(asked, num_returns=len(asked), timeout=self.limit_s) if asked else ([], [])
-        for answer in done:
+    def check_gpus(self, gpus: Any) -> None:
+        check_number("gpu", gpus)
+
+    def identity(self) -> dict[str, str]:
+        found = connect(self._options).get_runtime_context().gcs_address
+        return {"cluster": found, "namespace": self._options.namespace}
+
+    def limit(self, task: Task) -> tuple[float | None, str]:
+        "Seconds after which a holder ends its replica, and what is said of it then."
+        own_s = self._options.time_limit_s
+        if own_s is not None or task.timeout is None:
+            return own_s, f"reached time_limit_s={own_s}"
+        # the launcher is exact; this is for when it is gone
+        said = f"ran longer than its timeout of {task.timeout:g} s, and no launcher was there to end it"
+        return task.timeout + self._grace_s + 60, said
+
+    def wish(self, wishes: Mapping[str, float]) -> dict[str, Any]:
+        "The same for Ray's `options`."
+        rest = {name: n for name, n in wishes.items() if name not in ("CPU", "GPU", "memory")}
+        named = {"num_cpus": wishes["CPU"], "num_gpus": wishes.get("GPU", 0), "memory": wishes.get("memory")}
+        stays = {"lifetime": "detached", "namespace": self._options.namespace}
+        return named | stays | {"resources": rest, "max_restarts": -1 if self._options.requeue else 0}
+
+# %% ../../nbs/launching/07_ray.ipynb #ry000013b
+class TakingRayQueue(RayQueue):
+    "What it takes in, rank by rank."
+
+    def hand_in(self, lives: Submission, place: SharedPlace, command: Sequence[str]) -> int:
+        ray, job = connect(self._options), self.number(lives)
+        check_room(ray, wishes := self._options.wishes(lives.task.gpu))
+        (limit_s, limit), actor, wish = self.limit(lives.task), holder_by_source(ray), self.wish(wishes)
+        same = {"workdir": str(place.workdir), "tidy": tidy_words(command), "grace_s": self._grace_s}
+        same |= {"limit_s": limit_s, "limit": limit}
+        for rank in lives.ranks:
+            files = str(place.files(lives.launch, rank, lives.incarnation))
+            log, runs = place.log(lives.launch, rank, lives.incarnation), [*command, f"{files}/job.json"]
+            own = {"files": files, "log": str(log), "command": runs}
             try:
-                ray.get(answer)
-            except ray.exceptions.RayActorError:  # it has ended
-                continue
-        if late:
-            what = f"{len(late)} of {len(asked)} replicas gave no answer to {name}"
-            raise RayError(f"{what} within {self.limit_s:g} s: see `ray status`, or raise command_s")
+                held = actor.options(name=f"{job}_{rank}", **wish).remote(same | own)
+                self._asked[f"{job}_{rank}"] = held.look.remote()
+            except (ray.exceptions.RayError, ValueError) as error:
+                with suppress(RayError):
+                    self.withdraw(lives)
+                raise RayError(f"rank {rank} was not taken: {error}") from None
+        return job
 
     def cancel(self, tasks: Sequence[str]) -> None:
         ray = connect(self._options)
-        for task in tasks:
-            if actor := self._actor(ray, task):
-                ray.kill(actor, no_restart=True)
+        with asking("an end"):
+            for task in tasks:
+                if actor := find_actor(ray, task, self._options.namespace):
+                    ray.kill(actor, no_restart=True)
 
     def withdraw(self, lives: Submission) -> None:
         self.cancel([f"{self.number(lives)}_{rank}" for rank in lives.ranks])
 
+# %% ../../nbs/launching/07_ray.ipynb #ry000015b
+class LookingRayQueue(TakingRayQueue):
+    "What it says of jobs."
+
+    def states(self, jobs: Iterable[int]) -> dict[tuple[int, int], QueueState]:
+        ray, wanted = connect(self._options), {f"{job}" for job in jobs}
+        mine = lambda names: [name for name in names if name.partition("_")[0] in wanted]  # noqa: E731
+        there = mine(named_actors(ray, self._options.namespace))
+        with asking("states"):
+            for name in set(self._asked) - set(there):
+                self._state(ray, name)  # its last words
+                self._asked.pop(name, None)
+            for name in there:
+                actor = None if name in self._asked else find_actor(ray, name, self._options.namespace)
+                if actor is not None:
+                    self._asked[name] = actor.look.remote()
+            if self._asked:
+                ray.wait([*self._asked.values()], num_returns=len(self._asked), timeout=0.3)
+            found = {name: self._state(ray, name) for name in there if name in self._asked}
+        found |= {name: self._known[name] for name in mine(self._known) if self._known[name].final}
+        return {tuple(map(int, name.split("_"))): state for name, state in found.items() if state}
+
+    def _state(self, ray: ModuleType, name: str) -> QueueState | None:
+        before = self._known.get(name)
+        if not ray.wait([self._asked[name]], timeout=0)[0]:
+            return before or QueueState("UNANSWERED", reason="has no room yet, or is being begun")
+        try:
+            node, restarts, seconds = ray.get(self._asked.pop(name))
+            state = QueueState("RUNNING", node, restarts=restarts, seconds=seconds)
+        except ray.exceptions.ActorUnavailableError:
+            times = 1 if before is None else before.restarts + (before.state == "RUNNING")
+            state = QueueState("PENDING", reason="its node or its holder was lost", restarts=times)
+        except ray.exceptions.RayActorError as error:  # it is gone
+            state = why_it_died(error)
+        if state:
+            self._known[name] = state
+        return state
+
+# %% ../../nbs/launching/07_ray.ipynb #ry000016
+class SignallingRayQueue(LookingRayQueue):
+    "What it hands on to replicas."
+
+    def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
+        ray, namespace = connect(self._options), self._options.namespace
+        with asking(f"SIG{name}"):
+            actors = [actor for task in tasks if (actor := find_actor(ray, task, namespace))]
+            asked = [actor.signal.remote(name, everything) for actor in actors]
+            done, late = ray.wait(asked, num_returns=len(asked), timeout=self.limit_s) if asked else ([], [])
+            for answer in done:
+                with suppress(ray.exceptions.RayActorError):  # it has ended
+                    ray.get(answer)
+        if late:
+            what = f"{len(late)} of {len(asked)} replicas gave no answer"
+            raise RayError(f"{what} within {self.limit_s:g} s: see `ray status`, or raise command_s")
+
     def look_by_hand(self, jobs: Sequence[int]) -> str:
         names = ", ".join(f"{job}_…" for job in jobs)
-        return f"`ray.util.list_named_actors(all_namespaces=True)` shows {names}"
+        return f"`ray.util.list_named_actors(all_namespaces=True)` shows {names}, and `ray.kill` ends them"
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000018
 class RayExecutor(QueueExecutor):
@@ -362,5 +439,5 @@ class RayExecutor(QueueExecutor):
 
     kind: ClassVar[type[QueueOptions]] = RayOptions
 
-    def open_queue(self, grace_s: float) -> EndingRayQueue:
-        return EndingRayQueue(self.options, grace_s)
+    def open_queue(self, grace_s: float) -> SignallingRayQueue:
+        return SignallingRayQueue(self.options, grace_s)

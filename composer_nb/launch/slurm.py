@@ -69,6 +69,9 @@ class SlurmQueue(Slurm):
     def withdraw(self, lives: Submission) -> None:
         self.cancel([f"--name={lives.name}"])
 
+    def identity(self) -> dict[str, str]:
+        return {}  # one cluster per machine; SLURM_CONF says which
+
     def look_by_hand(self, jobs: Sequence[int]) -> str:
         return f"see `squeue -j {','.join(map(str, jobs))}`"
 
