@@ -21,21 +21,36 @@ from transformers import TrainerCallback
 from .island import Inside, bare_model, is_island, island_engine
 from .local_model import INDEX, global_spec, read_saved, trainable_parameters
 from composer_nb.diloco.loop_options import (
-    LoopOptions, loop_config, opened, replica_number, run_config, split_options
-)  # fmt: skip
+    LoopOptions,
+    loop_config,
+    opened,
+    replica_number,
+    run_config,
+    split_options,
+)
 from .manager import ObjectStoreManager
 from .records import RunConfig
 from .rendezvous import Rendezvous
 from .replica import LoopConfig, Replica
-from composer_nb.diloco.torchft_engine import (
-    NO_HOLDER, ManagerOptions, TorchftLoop, check_honoured, need_torchft, open_manager,
-    outer_optimizer, read_address, refuse, refuse_ignored
-)  # fmt: skip
 
 # %% auto #0
 __all__ = ['Build', 'Held', 'advance_schedule', 'refresh_teacher', 'Rejoin', 'LiveDisplay', 'show_table', 'PlainLoop', 'begin',
            'end', 'TrainerEvents', 'OuterLoop', 'begin_training', 'weigh_step', 'bucket_engine', 'torchft_engine',
            'torchft_manager', 'by_lighthouse', 'make_diloco_outer_loop']
+
+# %% ../../nbs/scaling_out/40_outer_loop.ipynb #2ea47ea4b
+from composer_nb.diloco.torchft_engine import (
+    NO_HOLDER,
+    ManagerOptions,
+    TorchftLoop,
+    check_honoured,
+    need_torchft,
+    open_manager,
+    outer_optimizer,
+    read_address,
+    refuse,
+    refuse_ignored,
+)
 
 # %% ../../nbs/scaling_out/40_outer_loop.ipynb #c024-f28601
 def advance_schedule(scheduler: Any, step: int) -> None:
