@@ -527,7 +527,6 @@ def test_what_two_launchers_see_is_the_same(on_slurm, folder):
         ({"cpus": 99}, "cpus=99"),
         ({"memory_mb": 10**6}, "memory_mb=1000000"),
         ({"time_limit_s": 7200}, "time_limit_s=7200"),
-        ({"address": "local"}, "address='local'"),
         ({"gpus": "h100:2"}, "gpus='h100:2'"),
         ({"partition": "short", "time_limit_s": 90}, "time_limit_s=90"),
     ],
@@ -900,7 +899,7 @@ def test_a_time_limit_is_kept_without_a_launcher(ray_cluster, folder):
     made = on_ray(folder, time_limit_s=1)
     (handle,) = made.launch_replicas(1, "prog:stubborn")
     files = folder / "replicas" / handle.launch / "rank0-run0"
-    until((files / "ended.json").exists)
+    until((files / "exit").exists)
     with on_ray(folder) as other:
         (result,) = other.collect([other.attach(handle)], timeout=10)
     assert (result.status, result.exit_code) == ("timed_out", -signal.SIGKILL)
@@ -910,7 +909,7 @@ def test_a_time_limit_is_kept_without_a_launcher(ray_cluster, folder):
 def test_one_that_has_no_room_waits_and_can_be_cancelled(ray_cluster, folder):
     with on_ray(folder, heartbeat_s=1, cpus=8) as made:
         handles = made.launch_replicas(3, "prog:walk", [10**4])
-        until(lambda: sorted(row["queue"][:7] for row in made.table()) == ["PENDING", "RUNNING", "RUNNING"])
+        until(lambda: sorted(row["queue"][:7] for row in made.table()) == ["RUNNING", "RUNNING", "UNANSWE"])
         (waits,) = [h for h, row in zip(handles, made.table()) if row["queue"] != "RUNNING"]
         time.sleep(2)
         assert made.poll(waits) == "running"  # not hung: it has not begun
@@ -1015,7 +1014,8 @@ def test_a_lost_node_of_ray_is_told_or_healed(folder):
             cluster.lose(cluster.nodes[1])
             lost = told.collect([h for h, gone in zip(handles[:2], away) if gone], timeout=60)
             told.close()  # makes room
-            until(lambda: all(row["queue"] == "RUNNING" for row in healed.table()), 60)
+            until(lambda: all(row["queue"] == "RUNNING" and row["put_back"] == gone
+                              for row, gone in zip(healed.table(), away[2:])), 60)
             (folder / "go").touch()
             ended = healed.collect(handles[2:], timeout=60)
             print(json.dumps({
