@@ -94,9 +94,9 @@ trap 'set -- "$1" "$2" KILL; kill -KILL "$2" 2>/dev/null' USR2
 cd {workdir} || exit 125
 . "$1/env.sh" || exit 125
 rm -f "$1/exit"
-echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$1/began"
 {command} "$1/job.json" </dev/null &
 set -- "$1" "$!" "$3"
+echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$1/began"
 [ -z "$3" ] || kill -"$3" "$2"
 set -- "$1" "$2" once
 code=127
