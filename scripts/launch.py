@@ -43,6 +43,7 @@ EXTRAS = {
     "boto3": "drills",
     "openai": "drills",
     "ray": "ray",
+    "kubernetes": "kubernetes",
     "openenv": "openenv",
     "websockets": "openenv",
     "pydantic": "openenv",

@@ -1,7 +1,9 @@
-"""One suite for all executors: what a launcher promises holds for processes of this machine, Slurm and Ray.
+"""One suite for all executors: what a launcher promises holds for processes, Slurm, Ray and Kubernetes.
 
-The clusters are real ones, of two nodes on this machine (`drills.slurm_cluster`, `drills.ray_cluster`). Where
-one cannot be started, its cases are skipped, and the reason names the remedy.
+The clusters of Slurm and Ray are real ones, of two nodes on this machine (`drills.slurm_cluster`,
+`drills.ray_cluster`); of Kubernetes the client is real and the cluster an imitation
+(`drills.kubernetes_cluster`). Where one cannot be started, its cases are skipped, and the reason names the
+remedy.
 """
 
 import inspect
@@ -18,10 +20,13 @@ from pathlib import Path
 
 import pytest
 
+from composer_nb.drills.kubernetes_cluster import KubernetesCluster
 from composer_nb.drills.ray_cluster import RayCluster
 from composer_nb.drills.slurm_cluster import SlurmCluster
 from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
+from composer_nb.launch.kubernetes import KubernetesError, KubernetesExecutor
+from composer_nb.launch.kubernetes_job import KubernetesOptions
 from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.queue_jobs import read_exit
 from composer_nb.launch.ray import Holder, RayError, RayExecutor, RayOptions, holder_by_source
@@ -36,6 +41,7 @@ from composer_nb.launch.slurm_commands import (
 
 QUICK = SlurmOptions(poll_s=0.4, lag_s=1.0)
 QUICK_RAY = RayOptions(poll_s=0.4, lag_s=1.0)
+KUBERNETES = {"image": "python:3.11", "claim": "all", "mount": "/", "poll_s": 0.4, "lag_s": 1.0}
 SECRET = "sesame-open-1234"
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
@@ -123,6 +129,27 @@ class OnRay:
         return RayExecutor(folder, **{"grace_s": 1, "options": QUICK_RAY} | options)
 
 
+class OnKubernetes:
+    name, outlives = "kubernetes", True
+    refusal = (KubernetesError, {"gpu": 64}, "gpus=64")
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    @staticmethod
+    def make(folder, **options):
+        given = {"grace_s": 1, "options": KubernetesOptions(**KUBERNETES)} | options
+        return KubernetesExecutor(folder, **given)
+
+
+@pytest.fixture(scope="module")
+def kubernetes_cluster():
+    if reason := KubernetesCluster.reason():
+        pytest.skip(f"not run: {reason}")
+    with KubernetesCluster() as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def ray_cluster():
     if reason := RayCluster.reason():
@@ -131,11 +158,12 @@ def ray_cluster():
         yield made
 
 
-@pytest.fixture(params=["local", "slurm", "ray"])
+@pytest.fixture(params=["local", "slurm", "ray", "kubernetes"])
 def site(request):
     if request.param == "local":
         return Local()
     kinds = {"slurm": (OnSlurm, "cluster"), "ray": (OnRay, "ray_cluster")}
+    kinds["kubernetes"] = (OnKubernetes, "kubernetes_cluster")
     kind, cluster = kinds[request.param]
     return kind(request.getfixturevalue(cluster))
 
@@ -266,8 +294,9 @@ def test_collect_may_stop_waiting(executor):
 
 OWNER = """
     import json, sys, time
-    from test_launchers import Local, OnRay, OnSlurm
-    make = {"local": Local, "slurm": OnSlurm, "ray": OnRay}[sys.argv[1]].make
+    from test_launchers import Local, OnKubernetes, OnRay, OnSlurm
+    kinds = (Local, OnKubernetes, OnRay, OnSlurm)
+    make = {kind.name: kind for kind in kinds}[sys.argv[1]].make
     made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
     (quick,) = made.launch_replicas(1, "prog:add", [1])
     handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 60])]
@@ -349,6 +378,8 @@ def everything_readable(site, folder, handles):
         for handle in handles:
             texts.append(site.cluster.run("scontrol", "write", "batch_script", str(handle.pid), "-").encode())
         texts += [text.encode() for text in site.cluster.logs().values()]
+    if site.name == "kubernetes":
+        texts += [request.encode() for request in site.cluster.api.requests]
     if site.name != "local":
         for path in site.cluster.folder.rglob("*"):
             if path.is_file():
@@ -718,7 +749,7 @@ def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
 
 def test_the_verbs_are_the_same():
     "A program changes the name of the class and nothing else."
-    for kind in (SlurmExecutor, RayExecutor):
+    for kind in (SlurmExecutor, RayExecutor, KubernetesExecutor):
         for name, method in inspect.getmembers(LocalProcessExecutor, inspect.isfunction):
             if not name.startswith("_"):
                 theirs = inspect.signature(getattr(kind, name)).parameters

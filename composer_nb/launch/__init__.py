@@ -1,10 +1,13 @@
-"""Starting replicas: what every launcher promises, what runs inside a replica, and launchers for this machine, for a Slurm cluster and for a Ray cluster."""
+"""Starting replicas: what every launcher promises, what runs inside a replica, and launchers for this machine and for clusters of Slurm, Ray and Kubernetes."""
 
 from importlib import import_module
 from typing import Any
 
 _PLACES = {
     "JobSpec": "job",
+    "KubernetesError": "kubernetes",
+    "KubernetesExecutor": "kubernetes",
+    "KubernetesOptions": "kubernetes_job",
     "LocalProcessExecutor": "local",
     "Program": "job",
     "QueueError": "queue_jobs",

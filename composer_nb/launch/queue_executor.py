@@ -102,6 +102,11 @@ class Submission:
     def name(self) -> str:
         return f"{self.launch}-run{self.incarnation}"
 
+    @property
+    def number(self) -> int:
+        "For a queue that leaves the numbers of jobs to others."
+        return int(self.launch, 16) * 1000 + self.incarnation
+
 
 _TIDY = """import os, runpy, sys
 end_marked = runpy.run_path(sys.argv[1])["end_marked"]

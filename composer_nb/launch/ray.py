@@ -311,10 +311,6 @@ class RayQueue:
         self._known: dict[str, QueueState] = {}  # by the name of an actor, its last answer
         self._asked: dict[str, Any] = {}  # and the question that is open
 
-    @staticmethod
-    def number(lives: Submission) -> int:
-        return int(lives.launch, 16) * 1000 + lives.incarnation
-
     def check_gpus(self, gpus: Any) -> None:
         check_number("gpu", gpus)
 
@@ -343,7 +339,7 @@ class TakingRayQueue(RayQueue):
     "What it takes in, rank by rank."
 
     def hand_in(self, lives: Submission, place: SharedPlace, command: Sequence[str]) -> int:
-        ray, job = connect(self._options), self.number(lives)
+        ray, job = connect(self._options), lives.number
         check_room(ray, wishes := self._options.wishes(lives.task.gpu))
         (limit_s, limit), actor, wish = self.limit(lives.task), holder_by_source(ray), self.wish(wishes)
         same = {"workdir": str(place.workdir), "tidy": tidy_words(command), "grace_s": self._grace_s}
@@ -369,7 +365,7 @@ class TakingRayQueue(RayQueue):
                     ray.kill(actor, no_restart=True)
 
     def withdraw(self, lives: Submission) -> None:
-        self.cancel([f"{self.number(lives)}_{rank}" for rank in lives.ranks])
+        self.cancel([f"{lives.number}_{rank}" for rank in lives.ranks])
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000015b
 class LookingRayQueue(TakingRayQueue):

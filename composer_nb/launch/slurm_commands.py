@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from .queue_jobs import QueueError, QueueOptions, QueueState
+from .queue_script import ScriptWords, life_script
 
 # %% auto #0
-__all__ = ['SCRIPT', 'SlurmError', 'check_gpus', 'SlurmOptions', 'wish_words', 'time_words', 'batch_script', 'command_env', 'ask',
+__all__ = ['SlurmError', 'check_gpus', 'SlurmOptions', 'wish_words', 'time_words', 'batch_script', 'command_env', 'ask',
            'explain', 'read_queue', 'Slurm']
 
 # %% ../../nbs/launching/06_slurm_commands.ipynb #sc000007
@@ -84,43 +84,18 @@ def time_words(limit_s: float | None, grace_s: float) -> list[str]:
     return [f"--time={max(1, math.ceil(limit_s / 60))}", f"--signal=B:TERM@{math.ceil(grace_s)}"]
 
 # %% ../../nbs/launching/06_slurm_commands.ipynb #sc000011
-SCRIPT = """#!/bin/sh
-umask 077
-unset SLURM_EXPORT_ENV SLURM_JWT
-set -- {lives}/rank"$SLURM_ARRAY_TASK_ID"-run{incarnation} "" ""
-trap '[ "$3" = KILL ] || set -- "$1" "$2" TERM; kill -TERM "$2" 2>/dev/null' TERM
-trap 'set -- "$1" "$2" "${{3:-USR1}}"; kill -USR1 "$2" 2>/dev/null' USR1
-trap 'set -- "$1" "$2" KILL; kill -KILL "$2" 2>/dev/null' USR2
-cd {workdir} || exit 125
-. "$1/env.sh" || exit 125
-rm -f "$1/exit"
-{command} "$1/job.json" </dev/null &
-set -- "$1" "$!" "$3"
-echo "$SLURM_ARRAY_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $(uname -n)" >> "$1/began"
-[ -z "$3" ] || kill -"$3" "$2"
-set -- "$1" "$2" once
-code=127
-while [ -n "$3" ]; do
-    set -- "$1" "$2" ""
-    wait "$2"
-    ended=$?
-    [ "$ended" = 127 ] || code=$ended
-done
-{tidy}
-echo "$code" > "$1/.exit" && mv "$1/.exit" "$1/exit"
-exit "$code"
-"""
+_WORDS = ScriptWords(
+    rank='"$SLURM_ARRAY_TASK_ID"',
+    said="$SLURM_ARRAY_JOB_ID ${SLURM_RESTART_COUNT:-0}",
+    first="unset SLURM_EXPORT_ENV SLURM_JWT",
+)
 
 
 def batch_script(
     lives: Path, incarnation: int, workdir: Path, command: Sequence[str], tidy: Sequence[str] = ("true",)
 ) -> str:
-    """The script of the ranks below a folder; `command` runs the job file it is given, `tidy` ends what that
-    left behind."""
-    folders = {"lives": shlex.quote(str(lives)), "workdir": shlex.quote(str(workdir))}
-    return SCRIPT.format(
-        incarnation=incarnation, command=shlex.join(command), tidy=shlex.join(tidy), **folders
-    )
+    "The script of the ranks below a folder, as `life_script`."
+    return life_script(lives, incarnation, workdir, command, _WORDS, tidy)
 
 # %% ../../nbs/launching/06_slurm_commands.ipynb #sc000015
 _KEPT = "PATH HOME USER LOGNAME LANG LD_LIBRARY_PATH SLURM_CONF SLURM_CLUSTERS SLURM_JWT".split()
