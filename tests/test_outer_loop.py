@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -249,6 +250,96 @@ def test_a_round_without_us(tmp_path, late):
         )
     fast.leave()
     slow.leave()
+
+
+# --- training that hangs ---------------------------------------------------------------------------
+
+
+def two_of_which_one_hangs(store, stall_s=None, **config):
+    """Both make a round together; then rank 1 beats and trains no more."""
+    params = [{"w": nn.Parameter(torch.zeros(4))} for _ in range(2)]
+    options = {"lease_s": 0.2, "stall_s": stall_s, "expected": 2, "grace_s": 1000.0}
+    seats = [seat(store, r, params[r], **options) for r in (0, 1)]
+    pair = [Replica(params[r], seats[r], LoopConfig(sync_every=1, poll_s=0.005, **config)) for r in (0, 1)]
+    for replica in pair:
+        replica.enter()
+    for replica in pair:
+        replica.step()
+    for replica in pair:
+        land(replica)
+    return pair
+
+
+def test_one_that_hangs_is_waited_for_until_it_stalls(tmp_path):
+    """A round stays open for it (the grace is long) until `stall_s`, then rounds close at once; the end of
+    the run does not wait for it, and when it goes on it is awaited again."""
+    well, hung = two_of_which_one_hangs(tmp_path, stall_s=4.0)
+    well.step()
+    time.sleep(0.6)  # three leases: it beats, so it is waited for
+    take_applied(well)
+    assert well.state.round == 1
+    with pytest.warns(RuntimeWarning, match=r"rank 1 beats and has not moved for 4 s \(round 1, step 1\)"):
+        land(well)
+    assert well.state.round == 2 and well.events[-1]["ranks"] == [0]
+    began = time.monotonic()
+    well.step()
+    land(well)
+    assert well.state.round == 3 and time.monotonic() - began < 1.0
+    (row,) = [m for m in well.rendezvous.members() if m.rank == 1]
+    assert row.alive and row.stalled and not row.awaited and row.idle >= 4.0
+    until(lambda: hung.sync.applied and hung.sync.applied[-1].state.round == 3)
+    hung.step()  # it goes on, with an offer
+    until(lambda: [m.awaited for m in well.rendezvous.members()] == [True, True])
+    well.step()
+    land(well)
+    assert well.state.round == 4 and well.events[-1]["ranks"] == [0, 1]
+    well.step()
+    time.sleep(0.6)
+    assert not well.sync.wait(0.0)  # it is awaited again
+    hung.leave()
+    land(well)
+    well.leave()
+
+
+def test_the_end_does_not_wait_for_one_that_hangs(tmp_path):
+    with pytest.warns(RuntimeWarning, match="nobody waits for it until it does"):
+        well, hung = two_of_which_one_hangs(tmp_path, stall_s=1.0)
+        began = time.monotonic()
+        state = well.finish()
+    assert time.monotonic() - began < 10 and state.round == 1
+    hung.leave()
+
+
+def test_wait_s_bounds_the_wait_for_others_at_the_end(tmp_path):
+    """Also where a stall is not looked for that early."""
+    well, hung = two_of_which_one_hangs(tmp_path, wait_s=1.0)
+    with pytest.warns(RuntimeWarning, match=r"rank 1 \(round 1, step 1\) has not moved for 1 s"):
+        well.finish()
+    hung.leave()
+
+
+def test_one_that_is_slow_and_moves_is_followed_to_its_end(tmp_path):
+    "Longer than `wait_s` in all, and never that long without a step."
+    well, slow = two_of_which_one_hangs(tmp_path, wait_s=1.0)
+
+    def go_on():
+        for _ in range(4):
+            time.sleep(0.5)
+            slow.step()
+            until(lambda: (take_applied(slow), slow.under_way is None)[1])
+        slow.finish()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    state = well.finish()
+    thread.join()
+    assert state.round == slow.state.round == 5
+
+
+@pytest.mark.parametrize("stall_s", [0.7, 0.0, -1.0, float("nan")])
+def test_a_stall_shorter_than_four_leases_is_refused(tmp_path, stall_s):
+    with pytest.raises(ValueError, match=f"stall_s {stall_s} must be at least four leases of 0.2 s"):
+        seat(tmp_path, 0, {"w": nn.Parameter(torch.zeros(1))}, lease_s=0.2, stall_s=stall_s)
 
 
 @pytest.mark.parametrize("late", ["carry", "refuse"])

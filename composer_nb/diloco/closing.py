@@ -48,8 +48,10 @@ class RendezvousOptions:
     have offered (the first one: when `expected` have joined, too), or `grace_s` (default: a lease) after
     `quorum` have. The replica that closed a round writes a snapshot every `snapshot_every` rounds and
     sweeps; payloads to which nothing points go after `orphan_s`. A store that is away is asked again for
-    `timeout_s`. `code` is the version that all replicas share. `clock`, `sleep` and `background=False` are
-    for simulations, which call `tick` themselves.
+    `timeout_s`. A member that beats, and has made no step and no offer for `stall_s` (default: ten
+    minutes, or four leases where that is longer), is not waited for until it does. `code` is
+    the version that all replicas share. `clock`, `sleep` and `background=False` are for simulations, which
+    call `tick` themselves.
     """
 
     lease_s: float = 10.0
@@ -59,6 +61,7 @@ class RendezvousOptions:
     snapshot_every: int = 10
     timeout_s: float = 120.0
     orphan_s: float = 600.0
+    stall_s: float | None = None
     code: str = __version__
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -71,11 +74,19 @@ class RendezvousOptions:
         if not finite or (self.grace_s is not None and self.grace_s < 0):
             raise ValueError(f"lease_s {self.lease_s} and orphan_s {self.orphan_s} must be positive, "
                              f"timeout_s {self.timeout_s} and grace_s {self.grace_s} not negative")
+        if not self.stall >= 4 * self.lease_s:
+            raise ValueError(f"stall_s {self.stall_s} must be at least four leases of {self.lease_s} s: "
+                             "a replica may wait as long for a snapshot without moving")
 
     @property
     def grace(self) -> float:
         "`grace_s`, or a lease."
         return self.lease_s if self.grace_s is None else self.grace_s
+
+    @property
+    def stall(self) -> float:
+        "`stall_s`, or its default."
+        return max(600.0, 4 * self.lease_s) if self.stall_s is None else self.stall_s
 
 # %% ../../nbs/scaling_out/18_closing.ipynb #475554e6
 class ClosingRule:
@@ -87,7 +98,7 @@ class ClosingRule:
 
     def my_turn(self, round: int, offered: Collection[int], members: Collection[Member]) -> bool:
         options, now = self.options, self.options.clock()
-        alive = [member.rank for member in members if member.alive and member.phase == "in"]
+        alive = [member.rank for member in members if member.awaited and member.phase == "in"]
         quorum_at = now
         if len(offered) >= options.quorum:
             quorum_at = self._first.setdefault(("quorum", round), now)

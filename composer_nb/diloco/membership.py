@@ -12,6 +12,7 @@ import re
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +22,16 @@ from .run_log import RUN_GONE, json_mapping
 from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
-__all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'put_back',
-           'round_of', 'Heartbeat', 'outlive', 'Membership', 'HeartbeatThread']
+__all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'position',
+           'put_back', 'round_of', 'Heartbeat', 'outlive', 'Membership', 'HeartbeatThread']
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #e139d5cc
 class Watch:
     """Who is alive, as one observer sees it. Feed it with `look`; times are the observer's own monotonic
-    seconds."""
+    seconds, of which one look adds at most `gap_s` (default: half a lease)."""
 
-    def __init__(self, lease_s: float) -> None:
-        self.lease_s = lease_s
+    def __init__(self, lease_s: float, gap_s: float | None = None) -> None:
+        self.lease_s, self._gap_s = lease_s, gap_s
         self._watched, self._looked = 0.0, None
         self._changed: dict[int, tuple[Hashable, float]] = {}
 
@@ -50,7 +51,7 @@ class Watch:
         return self.age(rank, now) < self.lease_s
 
     def _since(self, now: float) -> float:
-        return 0.0 if self._looked is None else min(now - self._looked, self.lease_s / 2)
+        return 0.0 if self._looked is None else min(now - self._looked, self._gap_s or self.lease_s / 2)
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #fe6f4a99
 class DuplicateRank(RendezvousError):
@@ -59,7 +60,8 @@ class DuplicateRank(RendezvousError):
 
 @dataclass(frozen=True)
 class Member:
-    "One row of the table: as this observer sees it. `age` is watched seconds since its last sign of life."
+    """One row of the table: as this observer sees it. `age` is watched seconds since its last sign of life,
+    `idle` since it moved: a step, an offer, another phase. One that is `stalled` beats and does not move."""
 
     rank: int
     alive: bool
@@ -69,6 +71,13 @@ class Member:
     phase: str
     generation: int
     needs: int | None = None
+    idle: float = 0.0
+    stalled: bool = False
+
+    @property
+    def awaited(self) -> bool:
+        "Whether others wait for it."
+        return self.alive and not self.stalled
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #79593f46
 Status = Callable[[], dict[str, Any]]
@@ -98,6 +107,11 @@ def read_heartbeat(bucket: Bucket, rank: int, generation: int) -> dict[str, Any]
         if plain and isinstance(found.get("needs"), int | None) and {"nonce", "phase"} <= found.keys()
         else None
     )
+
+
+def position(body: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    "What changes when a replica moves, of its heartbeat. Rounds do not count: a thread takes them over."
+    return tuple(body.get(name) for name in ("nonce", "phase", "step", "offers", "needs"))
 
 
 def put_back(bucket: Bucket, rank: int, generation: int, round: int) -> None:
@@ -173,10 +187,12 @@ def outlive(
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #b4e445cd
 class Membership:
-    "Who is in the run, as this replica sees it. `look` reads the bucket, `members` does not."
+    """Who is in the run, as this replica sees it. `look` reads the bucket, `members` does not. Who beats and
+    has not moved for `stall_s` seconds is stalled."""
 
-    def __init__(self, own: Heartbeat, clock: Callable[[], float]) -> None:
+    def __init__(self, own: Heartbeat, clock: Callable[[], float], stall_s: float = math.inf) -> None:
         self.own, self.clock, self.watch = own, clock, Watch(own.lease_s)
+        self.moves, self._stalled = Watch(stall_s, own.lease_s / 2), set[tuple[int, int]]()
         self.bodies: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -194,9 +210,20 @@ class Membership:
             if body := held if done else read_heartbeat(self.own.bucket, rank, generation):
                 bodies[rank] = body
         marks = {rank: (body["generation"], body["nonce"], body["counter"]) for rank, body in bodies.items()}
+        moves = {rank: (body["generation"], *position(body)) for rank, body in bodies.items()}
         with self._lock:
             self.bodies = bodies
             self.watch.look(self.clock(), marks)
+            self.moves.look(self.clock(), moves)
+        self._tell_stalled()
+
+    def _tell_stalled(self) -> None:
+        for row in self.members():
+            if row.stalled and (row.rank, row.generation) not in self._stalled:
+                self._stalled.add((row.rank, row.generation))
+                said = f"rank {row.rank} beats and has not moved for {row.idle:.0f} s (round {row.round}, "
+                rule = "nobody waits for it until it does"
+                warnings.warn(f"{said}step {row.step}): {rule}", RuntimeWarning, stacklevel=2)
 
     def members(self) -> list[Member]:
         "Everybody that this replica has seen, by rank."
@@ -206,11 +233,10 @@ class Membership:
                 mine = rank == self.own.rank
                 body = body | self.own.status() if mine else body
                 here = mine or (body["phase"] != "left" and self.watch.alive(rank, now))
-                age, plain = (
-                    0.0 if mine else self.watch.age(rank, now),
-                    ("round", "step", "phase", "generation", "needs"),
-                )
-                rows.append(Member(rank, here, age, **{name: body[name] for name in plain}))
+                age, idle = [0.0 if mine else watch.age(rank, now) for watch in (self.watch, self.moves)]
+                plain = {name: body[name] for name in ("round", "step", "phase", "generation", "needs")}
+                stalled = here and not mine and not self.moves.alive(rank, now)
+                rows.append(Member(rank, here, age, idle=idle, stalled=stalled, **plain))
             return rows
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #5b0ec6d0

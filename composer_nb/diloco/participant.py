@@ -81,9 +81,10 @@ class Participant(Standing):
         self.log = RunLog(self.bucket, spec, self.config)
         self.fragments, self.lease_s = self.log.fragments, options.lease_s
         self.state = State(0, None, (OuterState(),) * len(self.fragments))
-        self.step, self.phase, self.events, self.begun = 0, "joining", deque(maxlen=10_000), options.clock()
+        self.step, self.offers = 0, 0
+        self.phase, self.events, self.begun = "joining", deque(maxlen=10_000), options.clock()
         self.heartbeat = Heartbeat(self.bucket, rank, options.lease_s, self._status, options.sleep)
-        self.membership = Membership(self.heartbeat, options.clock)
+        self.membership = Membership(self.heartbeat, options.clock, options.stall)
         self.thread = HeartbeatThread(self.membership, options.timeout_s)
         self.patience, self.rule = Patience(options), ClosingRule(rank, options)
         self.lock, self.held, self.orphans = threading.RLock(), {}, {}  # held: payloads by hash
@@ -104,7 +105,8 @@ class Participant(Standing):
 
     def _status(self) -> dict[str, Any]:
         round = -1 if self.phase == "joining" else self.state.round
-        return {"phase": self.phase, "round": round, "step": self.step, "needs": self.needs}
+        here = {"phase": self.phase, "round": round, "step": self.step, "needs": self.needs}
+        return here | {"offers": self.offers}
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #f6b1cede
 def _check_place(rank: int, spec: Spec) -> None:

@@ -196,6 +196,7 @@ def offer_tensors(
             head=own.heads.get(work.base, ""),
         )
         ref = own.patience.until(lambda: put_offer(own, round, payload, part))
+        own.offers += 1
         if ref is not None:  # what we sent we need not fetch
             compressed = isinstance(tensors, Compressed)
             plain = {name: value.detach().clone() for name, value in payload.items()}

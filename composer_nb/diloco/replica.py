@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,9 +32,9 @@ class LoopConfig:
     """How one replica behaves; replicas may differ in it. Raises ValueError outside the ranges.
 
     `sync_every` inner steps bring every fragment up once. `alpha` and `keep_progress` as in `apply_delayed`.
-    `wait_s`: the longest wait for a round in blocking mode and at the end. `final`: after the last round
-    `follow` the others to their end, or `leave` at once. `live` shows a `bar` (tqdm) or a `table` (in a
-    notebook) after each round. `compression_options` go to `compress`.
+    `wait_s`: the longest wait for a round in blocking mode and at the end, and for others who do not move.
+    `final`: after the last round `follow` the others to their end, or `leave` at once. `live` shows a `bar`
+    (tqdm) or a `table` (in a notebook) after each round. `compression_options` go to `compress`.
     """
 
     sync_every: int = 100
@@ -261,15 +262,21 @@ def finish_run(own: Replica) -> State:
     own.leave()
     state = own.state
     if own.config.final == "follow":
-        state = end_of_run(own.rendezvous) or state
+        state = end_of_run(own.rendezvous, own.config.wait_s) or state
     own.local.settle(state)
     return state
 
 
-def end_of_run(rendezvous: Rendezvous) -> State | None:
-    "The newest state once nobody else is alive. Reads heartbeats, and payloads once."
+def end_of_run(rendezvous: Rendezvous, wait_s: float) -> State | None:
+    """The newest state once nobody else is alive. Reads heartbeats, and payloads once. Where nobody has moved
+    for `wait_s` seconds it is the newest one that there is, with a warning."""
     with suppress(DuplicateRank):  # a successor has the rank: it follows in our place
-        while any(member.alive for member in rendezvous.members() if member.rank != rendezvous.rank):
+        while others := [m for m in rendezvous.members() if m.awaited and m.rank != rendezvous.rank]:
+            if min(member.idle for member in others) >= wait_s:
+                who = ", ".join(f"rank {m.rank} (round {m.round}, step {m.step})" for m in others)
+                said = f"not followed to the end of the run: {who} has not moved for {wait_s:g} s"
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
+                break
             time.sleep(rendezvous.lease_s / 8)
             rendezvous.tick()
             rendezvous.check()
