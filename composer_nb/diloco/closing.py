@@ -18,7 +18,7 @@ from .store import BucketUnavailable
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['may_close', 'turn_delay', 'RendezvousOptions', 'ClosingRule', 'Patience']
+__all__ = ['may_close', 'turn_delay', 'check_options', 'RendezvousOptions', 'ClosingRule', 'Patience']
 
 # %% ../../nbs/scaling_out/18_closing.ipynb #d8889751
 def may_close(
@@ -38,6 +38,20 @@ def turn_delay(rank: int, offered: Collection[int], alive: Collection[int], leas
     offered."""
     position = sorted(set(offered) & set(alive) | {rank}).index(rank)
     return lease_s + position * lease_s / 16 if position else 0.0
+
+# %% ../../nbs/scaling_out/18_closing.ipynb #check-options
+def check_options(options: RendezvousOptions) -> None:
+    "Raises ValueError outside the ranges."
+    if options.quorum < 1 or options.snapshot_every < 1:
+        said = f"quorum {options.quorum} and snapshot_every {options.snapshot_every}"
+        raise ValueError(f"{said} must be from 1")
+    finite = 0 < options.lease_s < math.inf and options.timeout_s >= 0 and options.orphan_s > 0
+    if not finite or (options.grace_s is not None and options.grace_s < 0):
+        raise ValueError(f"lease_s {options.lease_s} and orphan_s {options.orphan_s} must be positive, "
+                         f"timeout_s {options.timeout_s} and grace_s {options.grace_s} not negative")
+    if not options.stall >= 4 * options.lease_s:
+        raise ValueError(f"stall_s {options.stall_s} must be at least four leases of {options.lease_s} s: "
+                         "a replica may wait as long for a snapshot without moving")
 
 # %% ../../nbs/scaling_out/18_closing.ipynb #1a06c9ea
 @dataclass(frozen=True)
@@ -68,15 +82,7 @@ class RendezvousOptions:
     background: bool = True
 
     def __post_init__(self) -> None:
-        if self.quorum < 1 or self.snapshot_every < 1:
-            raise ValueError(f"quorum {self.quorum} and snapshot_every {self.snapshot_every} must be from 1")
-        finite = 0 < self.lease_s < math.inf and self.timeout_s >= 0 and self.orphan_s > 0
-        if not finite or (self.grace_s is not None and self.grace_s < 0):
-            raise ValueError(f"lease_s {self.lease_s} and orphan_s {self.orphan_s} must be positive, "
-                             f"timeout_s {self.timeout_s} and grace_s {self.grace_s} not negative")
-        if not self.stall >= 4 * self.lease_s:
-            raise ValueError(f"stall_s {self.stall_s} must be at least four leases of {self.lease_s} s: "
-                             "a replica may wait as long for a snapshot without moving")
+        check_options(self)
 
     @property
     def grace(self) -> float:

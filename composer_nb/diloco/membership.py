@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
 __all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'position',
-           'put_back', 'round_of', 'Heartbeat', 'outlive', 'Membership', 'HeartbeatThread']
+           'put_back', 'round_of', 'Heartbeat', 'outlive', 'member_row', 'tell_stalled', 'Membership',
+           'HeartbeatThread']
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #e139d5cc
 class Watch:
@@ -113,7 +114,7 @@ def position(body: Mapping[str, Any]) -> tuple[Hashable, ...]:
     "What changes when a replica moves, of its heartbeat. Rounds do not count: a thread takes them over."
     return tuple(body.get(name) for name in ("nonce", "phase", "step", "offers", "needs"))
 
-
+# %% ../../nbs/scaling_out/17_membership.ipynb #79593f46b
 def put_back(bucket: Bucket, rank: int, generation: int, round: int) -> None:
     "Say of a silent process that it stands at an earlier round. It seems no more alive for it."
     if (body := read_heartbeat(bucket, rank, generation)) is not None:
@@ -185,6 +186,27 @@ def outlive(
                                 "give this one another rank")
         first = now
 
+# %% ../../nbs/scaling_out/17_membership.ipynb #member-row
+def member_row(
+    rank: int, body: Mapping[str, Any], watches: tuple[Watch, Watch], now: float, *, mine: bool
+) -> Member:
+    "A heartbeat as a row, by what was seen of its counter and of its moves; our own is always alive."
+    here, moves = (mine or watch.alive(rank, now) for watch in watches)
+    age, idle = (0.0 if mine else watch.age(rank, now) for watch in watches)
+    alive = mine or (here and body["phase"] != "left")
+    plain = {name: body[name] for name in ("round", "step", "phase", "generation", "needs")}
+    return Member(rank, alive, age, idle=idle, stalled=alive and not moves, **plain)
+
+
+def tell_stalled(members: Iterable[Member], told: set[tuple[int, int]]) -> None:
+    "Warns of each that is stalled, once for each of its generations."
+    for row in members:
+        if row.stalled and (row.rank, row.generation) not in told:
+            told.add((row.rank, row.generation))
+            said = f"rank {row.rank} beats and has not moved for {row.idle:.0f} s (round {row.round}, "
+            rule = "nobody waits for it until it does"
+            warnings.warn(f"{said}step {row.step}): {rule}", RuntimeWarning, stacklevel=2)
+
 # %% ../../nbs/scaling_out/17_membership.ipynb #b4e445cd
 class Membership:
     """Who is in the run, as this replica sees it. `look` reads the bucket, `members` does not. Who beats and
@@ -215,15 +237,7 @@ class Membership:
             self.bodies = bodies
             self.watch.look(self.clock(), marks)
             self.moves.look(self.clock(), moves)
-        self._tell_stalled()
-
-    def _tell_stalled(self) -> None:
-        for row in self.members():
-            if row.stalled and (row.rank, row.generation) not in self._stalled:
-                self._stalled.add((row.rank, row.generation))
-                said = f"rank {row.rank} beats and has not moved for {row.idle:.0f} s (round {row.round}, "
-                rule = "nobody waits for it until it does"
-                warnings.warn(f"{said}step {row.step}): {rule}", RuntimeWarning, stacklevel=2)
+        tell_stalled(self.members(), self._stalled)
 
     def members(self) -> list[Member]:
         "Everybody that this replica has seen, by rank."
@@ -232,11 +246,7 @@ class Membership:
             for rank, body in sorted(self.bodies.items()):
                 mine = rank == self.own.rank
                 body = body | self.own.status() if mine else body
-                here = mine or (body["phase"] != "left" and self.watch.alive(rank, now))
-                age, idle = [0.0 if mine else watch.age(rank, now) for watch in (self.watch, self.moves)]
-                plain = {name: body[name] for name in ("round", "step", "phase", "generation", "needs")}
-                stalled = here and not mine and not self.moves.alive(rank, now)
-                rows.append(Member(rank, here, age, idle=idle, stalled=stalled, **plain))
+                rows.append(member_row(rank, body, (self.watch, self.moves), now, mine=mine))
             return rows
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #5b0ec6d0
