@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['app', 'PASSED_ON', 'ladder', 'environments', 'tools', 'version', 'wheelhouse', 'serve', 'score', 'train', 'evaluate',
-           'memory', 'run_cells', 'show_cells', 'make_env', 'show_envs', 'main']
+           'memory', 'deal_out', 'run_cells', 'show_cells', 'make_env', 'show_envs', 'main']
 
 # %% ../nbs/launching/90_cli.ipynb #e34cb701
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -195,6 +195,38 @@ def memory(
         typer.echo(f"composer-nb memory: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(table_text(table))
+
+# %% ../nbs/launching/90_cli.ipynb #fancli01
+@replay.command("fan-out")
+def deal_out(
+    plan: Annotated[Path, typer.Argument(help="YAML file of the replay")],
+    workers: Annotated[int, typer.Option(min=1, help="processes of this machine")] = 4,
+    pay: Annotated[bool, typer.Option("--pay", help="make calls that may cost money")] = False,
+) -> None:
+    "Ask the teachers what the ledger does not have yet, from several processes."
+    try:
+        from composer_nb.launch.fan_out import estimate_of, fan_out
+        from composer_nb.launch.local import LocalProcessExecutor
+        from composer_nb.replay.plan import read_plan
+
+        told = read_plan(plan)
+        typer.echo(str(found := estimate_of(told)))
+        if found.worst_usd and not pay:
+            typer.echo("Nobody was asked: these calls may cost money. Add --pay to make them.")
+            raise typer.Exit(3)
+        keys = [one["api_key_env"] for one in told.teachers if "api_key_env" in one]
+        with LocalProcessExecutor(f"{told.ledger}.workers", env=keys) as executor:
+            done = fan_out(plan, executor, workers)
+    except typer.Exit:
+        raise
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        typer.echo(f"composer-nb replay fan-out: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{done.lines} lines added to {told.ledger}, {done.restarts} workers begun again")
+    for reason in done.reasons:
+        typer.echo(reason, err=True)
+    if done.reasons:
+        raise typer.Exit(3)
 
 # %% ../nbs/launching/90_cli.ipynb #laddcli1
 ladder = typer.Typer(no_args_is_help=True, help="A comparison cell by cell: every arm with every seed.")
