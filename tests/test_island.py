@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from composer_nb.diloco.island import IslandError, bare_model, is_island, reshard
 from composer_nb.diloco.outer import OuterConfig
@@ -116,8 +119,6 @@ def case_other_ranks(folder, process):
 
 def case_whole(folder, process):
     "FSDP2 leaves the outermost parameters whole after a forward pass; they are shards again when it counts."
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     net = fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
     with torch.no_grad():
@@ -140,37 +141,97 @@ def case_whole(folder, process):
     return {"apart": (said - by_hand).abs().max().item(), "rounds": len(loop.events)}
 
 
-def case_saved(folder, process):
-    "A checkpoint of an island is taken up by an island."
-    loop = loop_of(small(), folder, sync_every=100)
-    loop.__enter__()
-    for _ in range(3):
+def learning(net, loop, steps, first=0):
+    "Inner steps with the same batches in both processes."
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(first, first + steps):
+        rows = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+        net(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         loop.step(tokens=2)
+
+
+def whole_values(net):
+    reshard(net)
+    full = [v.full_tensor() if isinstance(v, DTensor) else v for v in net.parameters()]
+    return [value.detach().tolist() for value in full]
+
+
+def sharded():
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
+
+
+def saved_and_resumed(folder, make):
+    "Six steps with a round after four, in one go; and with a checkpoint after three, taken up anew."
+    plain = {"outer": OuterConfig(lr=0.7, momentum=0.5)}
+    net = make()
+    with loop_of(net, folder / "whole", **plain) as loop:
+        learning(net, loop, 6)
+    through = whole_values(net)
+    first = make()
+    loop = loop_of(first, folder / "parts", **plain)
+    loop.__enter__()
+    learning(first, loop, 3)
     loop.engine.save(folder / "checkpoint")
     dist.barrier()
+    kept = [value.detach().clone() for value in first.parameters()]
     loop.close(abandon=True)
-    again = loop_of(small(), folder, sync_every=100)
+    again = loop_of(first, folder / "parts", **plain)
     again.resume_from = folder / "checkpoint"
-    begin(again, small(), None, folder / "checkpoint")
-    progress = again.engine.local.progress[0] if process == 0 else None
+    begin(again, first, None, folder / "checkpoint")
+    same = all(torch.equal(a, b) for a, b in zip(kept, first.parameters(), strict=True))
+    progress = again.engine.local.progress[0] if dist.get_rank() == 0 else None
     found = [progress.tokens, progress.steps] if progress else None
-    again.close(abandon=True)
-    return found
+    learning(first, again, 3, first=3)
+    again.close()
+    return {"counters": found, "unchanged": same, "as_whole": through == whole_values(first)}
 
 
-def case_broken_off(folder, process):
-    "Process 0 fails in the middle of a gather: nobody waits for ever."
-    loop = loop_of(small(), folder, sync_every=1)
+def case_saved(folder, process):
+    "A checkpoint of an island is taken up by an island, which goes on as one that was never ended."
+    return saved_and_resumed(folder, small)
+
+
+def case_saved_sharded(folder, process):
+    return saved_and_resumed(folder, sharded)
+
+
+def failing_gather(net, folder, process, break_it):
+    loop = loop_of(net, folder, sync_every=1)
     loop.__enter__()
     if process == 0:
-        loop.engine.local.params.clear()  # nothing to gather into
+        break_it(loop.engine.local)
+    began = time.monotonic()
     try:
         loop.step()
     except (KeyError, RuntimeError) as error:
-        return type(error).__name__
+        return [type(error).__name__, time.monotonic() - began, str(error)]
     finally:
+        if process == 0:
+            time.sleep(3)  # process 1 must not wait for this one's end
         with suppress(RuntimeError):
             loop.close(abandon=True)
+
+
+def case_no_copy(folder, process):
+    "Process 0 has nothing to gather into."
+    return failing_gather(small(), folder, process, lambda local: local.params.clear())
+
+
+def spoil(local):
+    name = next(iter(local.params))
+    local.params[name] = torch.zeros(1, 1, 1)
+
+
+def case_spoilt(folder, process):
+    "Its copy does not take the values."
+    return failing_gather(small(), folder, process, spoil)
+
+
+def case_spoilt_sharded(folder, process):
+    return failing_gather(sharded(), folder, process, spoil)
 
 
 def case_trainer(folder, process):
@@ -259,7 +320,10 @@ def test_an_island_is_one_replica(alone, kind, tmp_path):
     assert run["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
-TOGETHER = ("failure", "no_bucket", "late", "jump", "tokens", "strangers", "other_ranks", "whole", "saved")
+TOGETHER = """
+    failure no_bucket late jump tokens strangers other_ranks whole saved saved_sharded
+    no_copy spoilt spoilt_sharded
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -320,13 +384,20 @@ def test_parameters_that_were_left_whole(said):
     assert first["apart"] < 1e-6 and second["apart"] < 1e-6 and first["rounds"] >= 1
 
 
-def test_a_checkpoint_is_taken_up(said):
-    assert said["saved"] == [[12, 3], None]
+@pytest.mark.parametrize("case", ["saved", "saved_sharded"])
+def test_a_checkpoint_is_taken_up(case, said):
+    first, second = said[case]
+    assert first["counters"] == [12, 3] and second["counters"] is None
+    assert first["unchanged"] and second["unchanged"]
+    assert first["as_whole"] and second["as_whole"]
 
 
-def test_a_gather_that_breaks_off_ends_all(tmp_path):
-    first, second = in_two_processes(tmp_path, "broken_off")["broken_off"]
-    assert first == "KeyError" and second == "RuntimeError"
+@pytest.mark.parametrize("case", ["no_copy", "spoilt", "spoilt_sharded"])
+def test_a_gather_that_fails_in_process_0_ends_all(case, said):
+    "At once, and the others hear why; of a sharded model they have their part of the gather."
+    first, second = said[case]
+    assert first[0] == ("KeyError" if case == "no_copy" else "RuntimeError")
+    assert second[0] == "IslandError" and first[0] in second[2] and second[1] < 2.5
 
 
 def test_a_trainer_of_two_processes(tmp_path):

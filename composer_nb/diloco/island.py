@@ -41,13 +41,19 @@ def reshard(model: nn.Module) -> None:
 @torch.no_grad()
 def gather_parameters(
     shards: Mapping[str, Tensor], names: Sequence[str], mirror: Mapping[str, Tensor] | None = None
-) -> None:
-    "Whole values of parameters into `mirror`, where there is one; all processes of the group call it alike."
+) -> Exception | None:
+    """Whole values of parameters into `mirror`, where there is one; all processes of the group call it alike.
+    What the mirror did not take is returned: the others have their part of the gather all the same."""
+    met = None
     for name in names:
         value = shards[name].detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if mirror is not None:
-            mirror[name].copy_(whole)
+        try:
+            if mirror is not None and met is None:
+                mirror[name].copy_(whole)
+        except Exception as error:
+            met = error
+    return met
 
 
 @torch.no_grad()
@@ -75,10 +81,12 @@ class Inside:
     model: nn.Module
     params: Mapping[str, nn.Parameter]
 
-    def move(self, what: str, names: Sequence[str], mirror: Mapping[str, Tensor] | None = None) -> None:
-        "`gather` or `scatter`, of shards."
+    def move(
+        self, what: str, names: Sequence[str], mirror: Mapping[str, Tensor] | None = None
+    ) -> Exception | None:
+        """`gather` or `scatter`, of shards; what the mirror did not take is returned."""
         reshard(self.model)
-        (gather_parameters if what == "gather" else scatter_parameters)(self.params, names, mirror)
+        return (gather_parameters if what == "gather" else scatter_parameters)(self.params, names, mirror)
 
 # %% ../../nbs/scaling_out/36_island.ipynb #is000009
 class IslandError(RuntimeError):
@@ -133,10 +141,14 @@ class IslandModel(LocalModel):
 
     def move(self, what: str, names: Sequence[str]) -> None:
         "`gather` or `scatter`; where it breaks off, the others wait in it, and no word would reach them."
+        if missing := sorted(set(names) - set(self.params)):
+            raise KeyError(f"no copy of {missing[:3]} in process 0")
         self.words.say(what, list(names))
         self.words.broken = True
-        self.inside.move(what, names, self.params)
+        met = self.inside.move(what, names, self.params)
         self.words.broken = False
+        if met is not None:
+            raise met
 
     def snapshot(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         self.move("gather", list(self.params) if names is None else names)
@@ -302,7 +314,7 @@ def check_alike(words: Words, shards: Mapping[str, Tensor], rank: int) -> None:
     parameters, or other values of what is whole in each of them."""
     facts = [[name, list(value.shape), str(value.dtype)] for name, value in shards.items()]
     whole = [value.detach() for value in shards.values() if not isinstance(value, DTensor)]
-    weight = sum(float(value.double().sum()) for value in whole)
+    weight = sum(float(value.sum(dtype=torch.float64)) for value in whole)
     mine = json.dumps([rank, weight, facts]).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(mine).digest()), dtype=torch.uint8)
     every = [torch.empty_like(digest) for _ in range(words.size)]

@@ -18,7 +18,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from .island import Inside, bare_model, is_island, island_engine
+from .island import Inside, Listener, bare_model, is_island, island_engine
 from .local_model import INDEX, global_spec, read_saved, trainable_parameters
 from composer_nb.diloco.loop_options import (
     LoopOptions,
@@ -177,7 +177,8 @@ class PlainLoop:
         if self.engine is None:
             raise RuntimeError("the loop is not bound to a model: enter it with one, or pass it to a Trainer")
         self.engine.step(tokens, self.loss if loss is None else loss)
-        self.display.show(self.engine.events, self.engine.table)
+        if not isinstance(self.engine, Listener):
+            self.display.show(self.engine.events, self.engine.table)
 
     def close(self, abandon: bool = False) -> None:
         "Last round and goodbye (or only goodbye), once."

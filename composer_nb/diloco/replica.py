@@ -24,7 +24,7 @@ from .sync_thread import AppliedRound, Contribution, SyncThread
 
 # %% auto #0
 __all__ = ['LoopConfig', 'Exchange', 'take_applied', 'send_due', 'wait_for_round', 'take_over', 'rolled_back', 'round_event',
-           'Replica', 'enter_run', 'after_step', 'finish_run', 'end_of_run', 'table_row']
+           'Replica', 'enter_run', 'after_step', 'finish_run', 'end_of_run', 'is_newest', 'table_row']
 
 # %% ../../nbs/scaling_out/24_replica.ipynb #ed67dc89
 @dataclass(frozen=True)
@@ -277,10 +277,19 @@ def end_of_run(rendezvous: Rendezvous, wait_s: float) -> State | None:
                 said = f"not followed to the end of the run: {who} has not moved for {wait_s:g} s"
                 warnings.warn(said, RuntimeWarning, stacklevel=2)
                 break
-            time.sleep(rendezvous.lease_s / 8)
+            time.sleep(min(1.0, rendezvous.lease_s / 8))
             rendezvous.tick()
             rendezvous.check()
-    return rendezvous.latest()
+    newest = rendezvous.patience.until(lambda: is_newest(rendezvous))
+    return rendezvous.state if newest else rendezvous.latest()
+
+
+def is_newest(rendezvous: Rendezvous) -> bool:
+    "Whether the run has no other state than this participant's; it need not be read again then."
+    log, state = rendezvous.log, rendezvous.state
+    record = log.record(state.round) if state.round else None
+    same = record is not None and record.digest == state.head
+    return same and not log.rounds.look(state.round + 1)[0] and log.snapshots.newest() <= state.round
 
 
 def table_row(own: Replica, member: Member, newest: int) -> dict[str, Any]:

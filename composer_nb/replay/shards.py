@@ -37,7 +37,7 @@ def parts_there(ledger: Path) -> list[Path]:
     found = [path for path in ledger.parent.glob(f"{start}*") if path.name[len(start) :].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[len(start) :]))
 
-
+# %% ../../nbs/replay/13_shards.ipynb #sh000010b
 class Sheaf:
     "A ledger that is held while others have parts of it; made by `in_parts`."
 

@@ -4,10 +4,12 @@ Spike 012's script with all three channels on: reward, verified hints, and pairs
 process with all of the answers; `two` are two processes with half of them each, that share a bucket and nothing else.
 """
 
+import hashlib
 import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -89,9 +91,19 @@ def trained(spec: dict, folder: str, say: Any, loop: Any = None) -> dict:
     told["figures"] |= {name: arm.mean(found[name]) for name in found} | {"wall_s": Beside.last.wall_s}
     told["series"] |= {f"{name}_1": found[name] for name in found}
     if loop is not None:
-        last = loop.events[-1]
-        told["figures"] |= {"rounds": last["round"], "bytes_up": last["bytes_up"], "bytes_down": last["bytes_down"]}
+        bucket = loop.engine.rendezvous.bucket
+        moved = {"bytes_up": bucket.bytes_up, "bytes_down": bucket.bytes_down}
+        told["figures"] |= {"rounds": loop.engine.state.round} | moved
+        told["weights"] = digest(model)
     return told
+
+
+def digest(model: torch.nn.Module) -> str:
+    "Of all weights, to the bit."
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        found.update(name.encode() + value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def replica(spec: dict, bucket: str) -> dict:
@@ -101,7 +113,7 @@ def replica(spec: dict, bucket: str) -> dict:
     outer = OuterConfig(lr=spec["outer_lr"], momentum=spec["outer_momentum"])
     loop = make_diloco_outer_loop(
         rendezvous_uri=bucket, rank=rank, world_size=world_size, sync_every=spec["sync_every"], blocking=True,
-        outer=outer, compression=spec["compression"], lease_s=60.0, grace_s=600.0, wait_s=1800.0,
+        outer=outer, compression=spec["compression"], lease_s=15.0, grace_s=600.0, wait_s=1800.0,
     )  # fmt: skip
     half = {"seed": 1000 * (rank + 1) + spec["seed"], "budget": spec["budget"] // 2, "look": spec["budget"] // 2}
 
@@ -115,7 +127,8 @@ def replica(spec: dict, bucket: str) -> dict:
 def two(spec: dict, folder: str, say: Any) -> dict:
     "Both replicas, as processes that share a folder; the figures of rank 0, whose weights are everybody's."
     work = Path(folder)
-    work.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(work, ignore_errors=True)  # of a cell that was killed: its run would be taken up
+    work.mkdir(parents=True)
     with LocalProcessExecutor(work, threads=1) as executor:
         handles = executor.launch_replicas(2, "arm:replica", [spec, str(work / "bucket")])
         while not all(executor.poll(handle) != "running" for handle in handles):
@@ -126,9 +139,10 @@ def two(spec: dict, folder: str, say: Any) -> dict:
         raise RuntimeError("\n".join(lost))
     values = [result.value for result in results]
     told = values[0]
-    same = all(one["series"]["exact_1"] == told["series"]["exact_1"] for one in values)
+    same = len({one.pop("weights") for one in values}) == 1
     for name in ("sampled", "steps", "retakes", "retakes_passed", "bytes_up", "bytes_down"):
         told["figures"][name] = sum(one["figures"][name] for one in values)
+    told["figures"]["rounds"] = max(one["figures"]["rounds"] for one in values)
     told["figures"] |= {"wall_s": max(one["figures"]["wall_s"] for one in values), "alike": float(same)}
     return told
 
