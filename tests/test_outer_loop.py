@@ -336,6 +336,20 @@ def test_one_that_is_slow_and_moves_is_followed_to_its_end(tmp_path):
     assert state.round == slow.state.round == 5
 
 
+def test_a_state_that_is_the_newest_is_not_read_again(tmp_path, monkeypatch):
+    params = {"w": nn.Parameter(torch.zeros(4))}
+    replica = Replica(params, seat(tmp_path, 0, params), LoopConfig(sync_every=1, blocking=True))
+    replica.enter()
+    for rank in range(3):
+        params["w"].data.add_(1.0)
+        replica.step()
+    newest = replica.rendezvous.latest()
+    monkeypatch.setattr(replica.rendezvous, "latest", lambda: pytest.fail("the bucket was read again"))
+    state = replica.finish()
+    assert (state.round, state.head) == (newest.round, newest.head) == (3, newest.head)
+    assert torch.equal(state.params["w"], newest.params["w"]) and torch.equal(params["w"], newest.params["w"])
+
+
 @pytest.mark.parametrize("stall_s", [0.7, 0.0, -1.0, float("nan")])
 def test_a_stall_shorter_than_four_leases_is_refused(tmp_path, stall_s):
     with pytest.raises(ValueError, match=f"stall_s {stall_s} must be at least four leases of 0.2 s"):

@@ -55,7 +55,7 @@ def gather_parameters(
             met = error
     return met
 
-
+# %% ../../nbs/scaling_out/36_island.ipynb #is000007c
 @torch.no_grad()
 def scatter_parameters(
     shards: Mapping[str, Tensor], names: Sequence[str], mirror: Mapping[str, Tensor] | None = None

@@ -266,7 +266,7 @@ def finish_run(own: Replica) -> State:
     own.local.settle(state)
     return state
 
-
+# %% ../../nbs/scaling_out/24_replica.ipynb #d30c1429b
 def end_of_run(rendezvous: Rendezvous, wait_s: float) -> State | None:
     """The newest state once nobody else is alive. Reads heartbeats, and payloads once. Where nobody has moved
     for `wait_s` seconds it is the newest one that there is, with a warning."""
