@@ -18,7 +18,14 @@ from composer_nb.drills.kubernetes_api import matches
 from composer_nb.drills.kubernetes_cluster import REMEDY, KubernetesCluster, processes, ranges
 from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import Program
-from composer_nb.launch.kubernetes import KubernetesError, KubernetesExecutor, indexes, launch_of, pod_state
+from composer_nb.launch.kubernetes import (
+    KubernetesError,
+    KubernetesExecutor,
+    indexes,
+    job_name,
+    launch_of,
+    pod_state,
+)
 from composer_nb.launch.kubernetes_job import KubernetesOptions, job_manifest
 from composer_nb.launch.local import Task
 from composer_nb.launch.queue_executor import SharedPlace, Submission
@@ -275,7 +282,9 @@ def test_each_wish_reaches_the_job(tmp_path):
         KubernetesOptions(**KUBERNETES | wish), lives, place, ["python", "entry.py"], 5
     )
     plain = made()
-    assert plain["metadata"]["name"] == "replicas-0000000a-run3" and launch_of(10003) == ("0000000a", 3)
+    assert plain["metadata"]["name"] == "replicas-0000000a-run3-rank2"
+    assert launch_of(lives.number) == ("0000000a", 3, 2)
+    assert job_name(lives.number) == plain["metadata"]["name"]
     assert plain["metadata"]["annotations"] == {"composer-nb/rank": "2"}
     pod = plain["spec"]["template"]["spec"]
     assert pod["activeDeadlineSeconds"] == 165 and pod["terminationGracePeriodSeconds"] == 15

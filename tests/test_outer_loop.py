@@ -340,7 +340,7 @@ def test_a_state_that_is_the_newest_is_not_read_again(tmp_path, monkeypatch):
     params = {"w": nn.Parameter(torch.zeros(4))}
     replica = Replica(params, seat(tmp_path, 0, params), LoopConfig(sync_every=1, blocking=True))
     replica.enter()
-    for rank in range(3):
+    for _ in range(3):
         params["w"].data.add_(1.0)
         replica.step()
     newest = replica.rendezvous.latest()

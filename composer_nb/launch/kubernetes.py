@@ -29,8 +29,8 @@ from .queue_script import ring
 # %% auto #0
 __all__ = ['KubernetesError', 'load_configuration', 'words_of', 'asked_for', 'KubernetesApi', 'waits_for', 'seconds_since',
            'why_it_failed', 'pod_state', 'indexes', 'index_of', 'index_state', 'KubernetesQueue',
-           'TakingKubernetesQueue', 'job_number', 'first_rank', 'LookingKubernetesQueue', 'launch_of', 'jobs_of',
-           'TellingKubernetesQueue', 'KubernetesExecutor']
+           'TakingKubernetesQueue', 'job_number', 'first_rank', 'LookingKubernetesQueue', 'launch_of', 'job_name',
+           'jobs_of', 'TellingKubernetesQueue', 'KubernetesExecutor']
 
 # %% ../../nbs/launching/08_kubernetes.ipynb #ku000007
 class KubernetesError(QueueError):
@@ -299,9 +299,16 @@ class LookingKubernetesQueue(TakingKubernetesQueue):
         return next((e.get("message", "") for e in events[::-1] if e.get("reason") == "FailedCreate"), "")
 
 # %% ../../nbs/launching/08_kubernetes.ipynb #ku000020
-def launch_of(number: int) -> tuple[str, int]:
-    "Launch and incarnation of a job's number."
-    return f"{number // 1000:08x}", number % 1000
+def launch_of(number: int) -> tuple[str, int, int]:
+    "Launch, incarnation and first rank of a job's number."
+    rest, rank = divmod(number, 10**5)
+    return f"{rest // 1000:08x}", rest % 1000, rank
+
+
+def job_name(number: int) -> str:
+    "The name of the Job with a number."
+    launch, incarnation, rank = launch_of(number)
+    return f"replicas-{launch}-run{incarnation}-rank{rank}"
 
 
 def jobs_of(tasks: Sequence[str]) -> list[int]:
@@ -315,7 +322,7 @@ class TellingKubernetesQueue(LookingKubernetesQueue):
     def files(self, task: str) -> Path:
         "The folder of the life that a task such as `12_0` is."
         job, rank = map(int, task.split("_"))
-        launch, incarnation = launch_of(job)
+        launch, incarnation, _ = launch_of(job)
         return self._workdir / "replicas" / launch / f"rank{rank}-run{incarnation}"
 
     def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
@@ -335,8 +342,7 @@ class TellingKubernetesQueue(LookingKubernetesQueue):
         alive = {f"{j}_{rank}" for (j, rank), state in self.states(jobs_of(tasks)).items() if not state.final}
         for job in jobs_of(tasks):
             if all(task in tasks for task in alive if task.startswith(f"{job}_")):
-                launch, incarnation = launch_of(job)
-                self._delete_job(f"replicas-{launch}-run{incarnation}")
+                self._delete_job(job_name(job))
             else:
                 self._delete_pods([task for task in tasks if task.startswith(f"{job}_")])
 

@@ -75,7 +75,7 @@ class SharedPlace(Workplace):
                 os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
             ) as file:
                 file.write(text)
-        write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu})
+        write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu, "grace_s": self.grace_s})
         return command
 
     def discard(self, launch: str, ranks: Iterable[int], incarnation: int) -> None:
@@ -100,12 +100,12 @@ class Submission:
 
     @property
     def name(self) -> str:
-        return f"{self.launch}-run{self.incarnation}"
+        return f"{self.launch}-run{self.incarnation}-rank{self.ranks[0]}"
 
     @property
     def number(self) -> int:
-        "For a queue that leaves the numbers of jobs to others."
-        return int(self.launch, 16) * 1000 + self.incarnation
+        "For a queue that leaves the numbers of jobs to others: another one for each submission."
+        return (int(self.launch, 16) * 1000 + self.incarnation) * 10**5 + self.ranks[0]
 
 
 _TIDY = """import os, runpy, sys
@@ -140,11 +140,12 @@ class Submitter:
 
     def submit(self, lives: Submission) -> list[ReplicaHandle]:
         "Handles of lives that are in the queue. Raises QueueError, with nothing left behind."
-        who, handles = (lives.launch, lives.incarnation), []
+        who, handles, asked = (lives.launch, lives.incarnation), [], False
+        prepared: dict[int, list[str]] = {}
         try:
-            prepared = {
-                r: self.place.prepare(lives.task, who[0], r, lives.world_size, who[1]) for r in lives.ranks
-            }
+            for rank in lives.ranks:
+                self._prepare(lives, rank, prepared)
+            asked = True
             job = self.queue.hand_in(lives, self.place, prepared[lives.ranks[0]][:-1])
             for rank, command in prepared.items():
                 log = self.place.log(who[0], rank, who[1])
@@ -154,12 +155,24 @@ class Submitter:
                 write_json(files / "handle.json", handle.to_dict())
                 handles.append(handle)
         except BaseException as error:
-            if not isinstance(error, QueueError) or error.unsure:  # the job may be in the queue
+            if asked and (not isinstance(error, QueueError) or error.unsure):  # it may be in the queue
                 with suppress(QueueError):
                     self.queue.withdraw(lives)
-            self.place.discard(lives.launch, lives.ranks, lives.incarnation)
+            self.place.discard(lives.launch, prepared, lives.incarnation)
             raise
         return handles
+
+    def _prepare(self, lives: Submission, rank: int, prepared: dict[int, list[str]]) -> None:
+        "Fills in the command of a rank. Raises QueueError where another launcher is at it."
+        try:
+            made = self.place.prepare(lives.task, lives.launch, rank, lives.world_size, lives.incarnation)
+        except FileExistsError:
+            said = f"rank {rank} of launch {lives.launch!r} is being begun by another launcher"
+            raise QueueError(f"{said} (incarnation {lives.incarnation}): find_handles shows it") from None
+        except BaseException:
+            prepared[rank] = []  # its folder may be there
+            raise
+        prepared[rank] = made
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000018
 class Shelf:
@@ -179,7 +192,8 @@ class Shelf:
         spec, limits = (json.loads((files / f"{name}.json").read_text()) for name in ("job", "limits"))
         program = Program(spec["kind"], spec["target"], tuple(spec["path"]), spec["file"])
         job, now = QueueJob(handle.pid, handle.rank, files, self._options), time.monotonic()
-        job.linger_s = self.place.grace_s + 1 if self._options.lingers else 0.0
+        grace_s = limits.pop("grace_s", self.place.grace_s)  # its own, not that of whoever looks
+        job.linger_s = grace_s + 1 if self._options.lingers else 0.0
         life = Life(handle, Task(program, spec["args"], **limits), files, job, now)
         if verdict := read_verdict(files):
             life.status, life.note = verdict
@@ -193,6 +207,15 @@ class Shelf:
             if other := {name: value for name, value in theirs.items() if ours.get(name) != value}:
                 said = f"rank {life.handle.rank} of launch {life.handle.launch!r} runs where {other}"
                 raise ValueError(f"{said}, and this executor asks {ours}: give it the options of that one")
+
+    def half_begun(self, handle: ReplicaHandle, after: int) -> dict[int, float]:
+        "Later incarnations of a replica that have a folder and no handle, with the folder's age in seconds."
+        found = {}
+        for path in self.place.files(handle.launch, handle.rank, 0).parent.glob(f"rank{handle.rank}-run*"):
+            number = int(path.name.rpartition("run")[2])
+            if number > after and not (path / "handle.json").exists():
+                found[number] = time.time() - path.stat().st_mtime
+        return dict(sorted(found.items()))
 
     def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:
         "Of all lives that were submitted, in order."
@@ -256,9 +279,22 @@ class QueueLauncher(Launcher):
                 self._adopter.adopt(other)
             lives = self._register.lives_of(handle)
             self._supervisor.cancel(lives)
-            last = max(life.handle.incarnation for life in lives)
+            last = self._take_back(task, handle, max(life.handle.incarnation for life in lives))
             again = Submission(task, handle.launch, [handle.rank], handle.world_size, last + 1)
             return self._submit(again)[0]
+
+    def _take_back(self, task: Task, handle: ReplicaHandle, last: int) -> int:
+        """The last incarnation that was begun, after those of launchers that died while they began one were
+        taken out of the queue. Raises QueueError for one that may still be at it."""
+        queue = self._submitter.queue
+        for number, age_s in self._adopter.shelf.half_begun(handle, last).items():
+            if age_s < queue.limit_s:
+                said = f"rank {handle.rank} of launch {handle.launch!r} is being begun by another launcher"
+                left = f"{queue.limit_s - age_s:.0f} s"
+                raise QueueError(f"{said}: try again in {left}, or see find_handles")
+            queue.withdraw(Submission(task, handle.launch, [handle.rank], handle.world_size, number))
+            last = number
+        return last
 
     def _submit(self, lives: Submission) -> list[ReplicaHandle]:
         with self._register.lock:

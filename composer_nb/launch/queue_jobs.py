@@ -337,9 +337,10 @@ class QueueWatcher(Supervisor):
         states = self._reader.read(everyone) if lives and (now or self._reader.due) else None
         for life in lives:
             job: QueueJob = life.process
+            before = job.seen.restarts
             if is_over(job, states):
                 self._settle(life)
-            elif job.waited or not job.began:
+            elif job.waited or not job.began or job.seen.restarts > before:  # another clock begins
                 life.seen.clear()
                 life.started, job.waited = time.monotonic() - job.seen.seconds, not job.began
 

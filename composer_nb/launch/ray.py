@@ -26,9 +26,9 @@ from .queue_jobs import QueueError, QueueOptions, QueueState
 
 # %% auto #0
 __all__ = ['RayError', 'check_number', 'RayOptions', 'node_here', 'devices_here', 'start_in_life', 'tidy_up', 'send', 'write_end',
-           'wait_within', 'HeldProcess', 'Holder', 'holder_by_source', 'knock', 'same_address', 'connect', 'asking',
-           'check_room', 'named_actors', 'find_actor', 'why_it_died', 'RayQueue', 'TakingRayQueue', 'LookingRayQueue',
-           'SignallingRayQueue', 'RayExecutor']
+           'wait_within', 'HeldProcess', 'Holder', 'holder_by_source', 'knock', 'resolved', 'same_address', 'connect',
+           'asking', 'check_room', 'named_actors', 'find_actor', 'why_it_died', 'RayQueue', 'TakingRayQueue',
+           'LookingRayQueue', 'SignallingRayQueue', 'RayExecutor']
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000007
 class RayError(QueueError):
@@ -226,13 +226,20 @@ def knock(address: str, seconds: float = 5.0) -> None:
     socket.create_connection((host.strip("[]"), int(port)), seconds).close()
 
 
-def same_address(asked: str, found: str) -> bool:
-    "Whether two addresses are of one head; Ray puts a machine's address in the network for its loopback."
-    (host, _, port), (there, _, its_port) = asked.rpartition(":"), found.rpartition(":")
-    here = {"localhost", "127.0.0.1", "::1"}
-    return port == its_port and (
-        host == there or host.strip("[]") in here or socket.gethostbyname(host) == socket.gethostbyname(there)
-    )
+def resolved(address: str) -> str:
+    "Numbers for the name of a host, where it has some."
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        host = socket.gethostbyname(host.strip("[]"))
+    return f"{host}:{port}"
+
+
+def same_address(asked: str, found: str, own: str) -> bool:
+    """Whether two addresses are of one head. Ray puts `own`, a machine's address in the network, for its
+    loopback."""
+    (host, _, port), (there, _, its_port) = (resolved(one).rpartition(":") for one in (asked, found))
+    here = host in ("localhost", "127.0.0.1", "::1") and there in (host, "127.0.0.1", own)
+    return port == its_port and (host == there or here)
 
 # %% ../../nbs/launching/07_ray.ipynb #ry000012a
 def connect(options: RayOptions) -> ModuleType:
@@ -252,7 +259,8 @@ def connect(options: RayOptions) -> ModuleType:
             remedy = "begin one with `ray start --head`, or pass address='host:port' of its head"
             raise RayError(f"address={given!r}: no Ray cluster answers ({error}): {remedy}") from None
     found = ray.get_runtime_context().gcs_address
-    if options.address is not None and not same_address(options.address, found):
+    own = ray.util.get_node_ip_address()
+    if options.address is not None and not same_address(options.address, found, own):
         remedy = "a process is in one cluster at a time: call ray.shutdown() first, or leave the address out"
         raise RayError(f"address={options.address!r}: this process is in the cluster at {found}; {remedy}")
     return ray
@@ -316,7 +324,7 @@ class RayQueue:
 
     def identity(self) -> dict[str, str]:
         found = connect(self._options).get_runtime_context().gcs_address
-        return {"cluster": found, "namespace": self._options.namespace}
+        return {"cluster": resolved(found), "namespace": self._options.namespace}
 
     def limit(self, task: Task) -> tuple[float | None, str]:
         "Seconds after which a holder ends its replica, and what is said of it then."
@@ -376,7 +384,7 @@ class LookingRayQueue(TakingRayQueue):
         mine = lambda names: [name for name in names if name.partition("_")[0] in wanted]  # noqa: E731
         there = mine(named_actors(ray, self._options.namespace))
         with asking("states"):
-            for name in set(self._asked) - set(there):
+            for name in set(mine(self._asked)) - set(there):
                 self._state(ray, name)  # its last words
                 self._asked.pop(name, None)
             for name in there:
