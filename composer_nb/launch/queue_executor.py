@@ -44,8 +44,8 @@ from composer_nb.launch.queue_jobs import (
 )
 
 # %% auto #0
-__all__ = ['env_file', 'SharedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'Submitter', 'Shelf', 'Adopter',
-           'QueueLauncher', 'AttachingExecutor', 'LaunchingExecutor', 'QueueExecutor']
+__all__ = ['env_file', 'SharedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'prepare_life', 'Submitter', 'Folders',
+           'Shelf', 'Adopter', 'take_back', 'QueueLauncher', 'AttachingExecutor', 'LaunchingExecutor', 'QueueExecutor']
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000010
 def env_file(variables: dict[str, str]) -> str:
@@ -131,6 +131,21 @@ class SubmittingQueue(Queue, Protocol):
     def withdraw(self, lives: Submission) -> None:
         "Takes out what may have got in although no answer came."
 
+# %% ../../nbs/launching/05_queue_executor.ipynb #qe000015b
+def prepare_life(
+    place: SharedPlace, lives: Submission, rank: int, prepared: dict[int, list[str]]
+) -> None:
+    "Fills in the command of a rank. Raises QueueError where another launcher is at it."
+    try:
+        made = place.prepare(lives.task, lives.launch, rank, lives.world_size, lives.incarnation)
+    except FileExistsError:
+        said = f"rank {rank} of launch {lives.launch!r} is being begun by another launcher"
+        raise QueueError(f"{said} (incarnation {lives.incarnation}): find_handles shows it") from None
+    except BaseException:
+        prepared[rank] = []  # its folder may be there
+        raise
+    prepared[rank] = made
+
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000016
 class Submitter:
     "Hands lives in, all ranks of a launch at once."
@@ -144,7 +159,7 @@ class Submitter:
         prepared: dict[int, list[str]] = {}
         try:
             for rank in lives.ranks:
-                self._prepare(lives, rank, prepared)
+                prepare_life(self.place, lives, rank, prepared)
             asked = True
             job = self.queue.hand_in(lives, self.place, prepared[lives.ranks[0]][:-1])
             for rank, command in prepared.items():
@@ -162,20 +177,31 @@ class Submitter:
             raise
         return handles
 
-    def _prepare(self, lives: Submission, rank: int, prepared: dict[int, list[str]]) -> None:
-        "Fills in the command of a rank. Raises QueueError where another launcher is at it."
-        try:
-            made = self.place.prepare(lives.task, lives.launch, rank, lives.world_size, lives.incarnation)
-        except FileExistsError:
-            said = f"rank {rank} of launch {lives.launch!r} is being begun by another launcher"
-            raise QueueError(f"{said} (incarnation {lives.incarnation}): find_handles shows it") from None
-        except BaseException:
-            prepared[rank] = []  # its folder may be there
-            raise
-        prepared[rank] = made
+# %% ../../nbs/launching/05_queue_executor.ipynb #qe000018a
+class Folders:
+    "The lives that a work folder knows of."
+
+    place: SharedPlace
+
+    def half_begun(self, handle: ReplicaHandle, after: int) -> dict[int, float]:
+        "Later incarnations of a replica that have a folder and no handle, with the folder's age in seconds."
+        found = {}
+        for path in self.place.files(handle.launch, handle.rank, 0).parent.glob(f"rank{handle.rank}-run*"):
+            number = int(path.name.rpartition("run")[2])
+            if number > after and not (path / "handle.json").exists():
+                found[number] = time.time() - path.stat().st_mtime
+        return dict(sorted(found.items()))
+
+    def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:
+        "Of all lives that were submitted, in order."
+        found = [
+            ReplicaHandle.from_dict(json.loads(path.read_text()))
+            for path in self.place.workdir.glob(f"replicas/{launch}/rank{rank}-run*/handle.json")
+        ]
+        return sorted(found, key=lambda handle: (handle.launch, handle.rank, handle.incarnation))
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000018
-class Shelf:
+class Shelf(Folders):
     "The lives that stand in a work folder, whoever submitted them."
 
     def __init__(self, place: SharedPlace, options: QueueOptions, queue: Queue) -> None:
@@ -208,23 +234,6 @@ class Shelf:
                 said = f"rank {life.handle.rank} of launch {life.handle.launch!r} runs where {other}"
                 raise ValueError(f"{said}, and this executor asks {ours}: give it the options of that one")
 
-    def half_begun(self, handle: ReplicaHandle, after: int) -> dict[int, float]:
-        "Later incarnations of a replica that have a folder and no handle, with the folder's age in seconds."
-        found = {}
-        for path in self.place.files(handle.launch, handle.rank, 0).parent.glob(f"rank{handle.rank}-run*"):
-            number = int(path.name.rpartition("run")[2])
-            if number > after and not (path / "handle.json").exists():
-                found[number] = time.time() - path.stat().st_mtime
-        return dict(sorted(found.items()))
-
-    def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:
-        "Of all lives that were submitted, in order."
-        found = [
-            ReplicaHandle.from_dict(json.loads(path.read_text()))
-            for path in self.place.workdir.glob(f"replicas/{launch}/rank{rank}-run*/handle.json")
-        ]
-        return sorted(found, key=lambda handle: (handle.launch, handle.rank, handle.incarnation))
-
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000019
 class Adopter:
     "Takes up lives of a work folder."
@@ -246,6 +255,16 @@ class Adopter:
                 if life.status == "running":
                     self._supervisor.look([life], now=True)
         return handle
+
+# %% ../../nbs/launching/05_queue_executor.ipynb #qe000019b
+def take_back(half: Submission, age_s: float, queue: SubmittingQueue) -> int:
+    """Takes a life out of the queue whose launcher died while it began it; its incarnation. Raises QueueError
+    where that launcher may still be at it."""
+    if age_s < queue.limit_s:
+        said = f"rank {half.ranks[0]} of launch {half.launch!r} is being begun by another launcher"
+        raise QueueError(f"{said}: try again in {queue.limit_s - age_s:.0f} s, or see find_handles")
+    queue.withdraw(half)
+    return half.incarnation
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000020
 class QueueLauncher(Launcher):
@@ -274,27 +293,15 @@ class QueueLauncher(Launcher):
     def restart(self, handle: ReplicaHandle) -> ReplicaHandle:
         "The next incarnation of a replica; earlier ones that run, another launcher's too, are cancelled."
         with self._register.lock:
-            task = self._register.find(handle).task
+            task, which = self._register.find(handle).task, (handle.launch, [handle.rank], handle.world_size)
             for other in self._adopter.shelf.handles(handle.launch, handle.rank):
                 self._adopter.adopt(other)
             lives = self._register.lives_of(handle)
             self._supervisor.cancel(lives)
-            last = self._take_back(task, handle, max(life.handle.incarnation for life in lives))
-            again = Submission(task, handle.launch, [handle.rank], handle.world_size, last + 1)
-            return self._submit(again)[0]
-
-    def _take_back(self, task: Task, handle: ReplicaHandle, last: int) -> int:
-        """The last incarnation that was begun, after those of launchers that died while they began one were
-        taken out of the queue. Raises QueueError for one that may still be at it."""
-        queue = self._submitter.queue
-        for number, age_s in self._adopter.shelf.half_begun(handle, last).items():
-            if age_s < queue.limit_s:
-                said = f"rank {handle.rank} of launch {handle.launch!r} is being begun by another launcher"
-                left = f"{queue.limit_s - age_s:.0f} s"
-                raise QueueError(f"{said}: try again in {left}, or see find_handles")
-            queue.withdraw(Submission(task, handle.launch, [handle.rank], handle.world_size, number))
-            last = number
-        return last
+            shelf, last = self._adopter.shelf, max(life.handle.incarnation for life in lives)
+            for half, age_s in shelf.half_begun(handle, last).items():
+                last = take_back(Submission(task, *which, half), age_s, self._submitter.queue)
+            return self._submit(Submission(task, *which, last + 1))[0]
 
     def _submit(self, lives: Submission) -> list[ReplicaHandle]:
         with self._register.lock:
