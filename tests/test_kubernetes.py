@@ -15,7 +15,7 @@ import pytest
 from test_launchers import KUBERNETES, PROGRAM, mark_of, until
 
 from composer_nb.drills.kubernetes_api import matches
-from composer_nb.drills.kubernetes_cluster import REMEDY, KubernetesCluster, processes, ranges
+from composer_nb.drills.kubernetes_cluster import INDEX, REMEDY, KubernetesCluster, processes, ranges
 from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.job import Program
 from composer_nb.launch.kubernetes import (
@@ -29,7 +29,7 @@ from composer_nb.launch.kubernetes import (
 from composer_nb.launch.kubernetes_job import KubernetesOptions, job_manifest
 from composer_nb.launch.local import Task
 from composer_nb.launch.queue_executor import SharedPlace, Submission
-from composer_nb.launch.queue_jobs import read_exit
+from composer_nb.launch.queue_jobs import QueueError, read_exit
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +73,16 @@ def jobs_in(cluster):
         return list(cluster.store.objects["jobs"])
 
 
-def delete_by_hand(cluster, pod):
+def call(cluster, method, path, how=""):
+    "A request of a person's."
     server = json.loads(cluster.config.read_text())["clusters"][0]["cluster"]["server"]
-    url = f"{server}/api/v1/namespaces/learning/pods/{pod['metadata']['name']}"
+    url = f"{server}/{path}" + (f"?propagationPolicy={how}" if how else "")
     head = {"Authorization": f"Bearer {cluster.api.token}"}
-    urllib.request.urlopen(urllib.request.Request(url, method="DELETE", headers=head)).read()
+    urllib.request.urlopen(urllib.request.Request(url, method=method, headers=head)).read()
+
+
+def delete_by_hand(cluster, pod):
+    call(cluster, "DELETE", f"api/v1/namespaces/learning/pods/{pod['metadata']['name']}")
 
 
 def test_a_lost_node_is_told_or_healed(folder):
@@ -182,7 +187,7 @@ def test_a_pod_deleted_by_hand_is_told(cluster, folder):
 
 
 def test_a_time_limit_is_kept_without_a_launcher(cluster, folder):
-    made = on_kubernetes(folder, time_limit_s=2)
+    made = on_kubernetes(folder, time_limit_s=2, begin_s=0.0)
     (handle,) = made.launch_replicas(1, "prog:stubborn")
     until(lambda: any(p["status"]["phase"] == "Failed" for p in pods_in(cluster)))
     other = on_kubernetes(folder)
@@ -261,12 +266,112 @@ def test_without_a_configuration_or_the_package_it_says_what_to_do(folder, monke
     assert not (folder / "replicas").exists()
 
 
+def test_a_program_is_told_through_the_ear_and_has_its_grace(cluster, folder):
+    """A kubelet reads $$ in a command; what is lost there would be found out only when nobody hears."""
+    made = on_kubernetes(folder)
+    tidy, stubborn = (made.launch_replicas(1, f"prog:{name}")[0] for name in ("tidy", "stubborn"))
+    until(lambda: made.tail(tidy) == made.tail(stubborn) == "awake")
+    made.cancel([tidy])
+    assert made.collect([tidy])[0].exit_code == 5 and "tidied" in made.tail(tidy)
+    made.cancel([stubborn])
+    assert made.collect([stubborn])[0].exit_code == -signal.SIGKILL
+
+
+def test_a_pod_that_comes_after_its_cancellation_begins_nothing(cluster, folder):
+    "The controller was slow, or a quota was used up."
+    cluster.pods_allowed = 0
+    made = on_kubernetes(folder)
+    (handle, other) = made.launch_replicas(2, "prog:snooze")
+    until(lambda: "exceeded quota" in made.table()[0]["queue"])
+    with pytest.warns(UserWarning, match="not seen to end"):
+        made._launcher._submitter.queue.limit_s = 1.0
+        made.cancel([handle])
+    cluster.pods_allowed = None
+    until(lambda: made.tail(other) == "awake")
+    (late,) = [p for p in pods_in(cluster) if p["metadata"]["annotations"][INDEX] == "0"]
+    until(lambda: late["status"]["phase"] == "Failed")
+    assert not (folder / "replicas" / handle.launch / "rank0-run0" / "began").exists()
+    assert made.poll(handle) == "cancelled"
+    made.cancel([other])
+
+
+def test_a_restart_beside_a_life_that_is_not_seen_to_end_is_refused(cluster, folder):
+    made = on_kubernetes(folder)
+    (handle,) = made.launch_replicas(1, "prog:snooze")
+    until(lambda: made.tail(handle) == "awake")
+    queue = made._launcher._submitter.queue
+    queue.limit_s, queue._delete_job = 0.5, lambda name: None
+    queue._delete_pods = lambda tasks, **wish: None
+    for pid in processes(pods_in(cluster)[0]["metadata"]["uid"]):
+        os.kill(pid, signal.SIGSTOP)
+    said = "was not seen to end .*would be beside it"
+    with pytest.warns(UserWarning), pytest.raises(QueueError, match=said):
+        made.restart(handle)
+    assert len(jobs_in(cluster)) == 1
+    del queue._delete_job, queue._delete_pods
+    made._supervisor.cancel(list(made._register.lives.values()))
+    queue.cancel([f"{handle.pid}_0"])
+    until(lambda: jobs_in(cluster) == [])
+
+
+def test_a_job_deleted_by_hand_is_over_when_its_pods_are(cluster, folder):
+    "They have their grace, and are at work in it."
+    made = on_kubernetes(folder)
+    (handle,) = made.launch_replicas(1, "prog:stubborn")
+    until(lambda: made.tail(handle) == "awake" and made.table()[0]["queue"] == "RUNNING")
+    call(cluster, "DELETE", f"apis/batch/v1/namespaces/learning/jobs/{jobs_in(cluster)[0]}", "Background")
+    assert jobs_in(cluster) == []
+    time.sleep(2.5)  # longer than lag_s
+    assert made.poll(handle) == "running" and marked(mark_of(handle))
+    (result,) = made.collect([handle], timeout=30)
+    assert result.status == "failed" and marked(mark_of(handle)) == []
+
+
+def test_the_image_keeps_what_is_its_own(cluster, folder, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", "/of/the/launcher")
+    monkeypatch.setenv("VIRTUAL_ENV", "/of/the/launcher")
+    names = ["HOME", "SSL_CERT_FILE", "VIRTUAL_ENV", "OF_THE_IMAGE", "OMP_NUM_THREADS"]
+    with KubernetesExecutor(folder, grace_s=1, threads=2, options=KubernetesOptions(**KUBERNETES)) as made:
+        (result,) = made.collect(made.launch_replicas(1, "prog:show", names), timeout=30)
+    assert list(result.value.values()) == ["/", None, None, "yes", "2"]
+
+
+def test_the_lines_against_second_lives_are_in_every_job(cluster, folder):
+    "And jobs are deleted with their pods: the API's default would leave them."
+    names = ("completionMode", "backoffLimitPerIndex", "podReplacementPolicy")
+    made, before = on_kubernetes(folder, requeue=True), len(cluster.api.requests)
+    (handle,) = made.launch_replicas(1, "prog:snooze")
+    until(lambda: made.tail(handle) == "awake")
+    made.cancel([made.restart(handle)])
+    asked = cluster.api.requests[before:]
+    posts = [json.loads(r.split(" ", 2)[2]) for r in asked if r.startswith("POST")]
+    assert len(posts) == 2
+    for job in posts:
+        told = [job["spec"][name] for name in names]
+        assert told == ["Indexed", 0, "Failed"]
+        assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    gone = [r for r in asked if r.startswith("DELETE /apis/batch")]
+    assert len(gone) >= 2 and all("propagationPolicy=Foreground" in r for r in gone)
+
+
+def test_a_context_that_is_named_needs_no_current_one(cluster, folder, tmp_path, monkeypatch):
+    config = json.loads(cluster.config.read_text())
+    del config["current-context"]
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    made = on_kubernetes(folder, context="here")
+    assert made.collect(made.launch_replicas(1, "prog:add", [1]), timeout=30)[0].status == "succeeded"
+    with pytest.raises(KubernetesError, match="no cluster is known here"):
+        on_kubernetes(folder).launch_replicas(1, "prog:add", [1])
+
+
 @pytest.mark.parametrize("wish, words", [
     ({"image": ""}, "image=''"), ({"image": "a b"}, "image='a b'"),
     ({"claim": None}, "claim=None, mount='/'"),
     ({"mount": "data"}, "mount='data'"), ({"gpus": "h100:2"}, "gpus='h100:2'"), ({"gpus": True}, "gpus=True"),
     ({"namespace": "My Team"}, "namespace='My Team'"), ({"gpu_kind": "a b"}, "'a b' is no name"),
     ({"node_labels": {"a b": "c"}}, "'a b' is no name"), ({"user": -1}, "user=-1"), ({"cpus": 0}, "cpus=0"),
+    ({"begin_s": -1}, "begin_s=-1"), ({"labels": {"a b": "c"}}, "'a b' is no name"),
     ({"requeue": 1}, "requeue=1"), ({"poll_s": None}, "poll_s=None"),
 ])  # fmt: skip
 def test_wishes_that_make_no_sense_are_refused_before_kubernetes(wish, words):
@@ -287,11 +392,13 @@ def test_each_wish_reaches_the_job(tmp_path):
     assert job_name(lives.number) == plain["metadata"]["name"]
     assert plain["metadata"]["annotations"] == {"composer-nb/rank": "2"}
     pod = plain["spec"]["template"]["spec"]
-    assert pod["activeDeadlineSeconds"] == 165 and pod["terminationGracePeriodSeconds"] == 15
-    assert made(time_limit_s=7)["spec"]["template"]["spec"]["activeDeadlineSeconds"] == 7
+    assert pod["activeDeadlineSeconds"] == 765 and pod["terminationGracePeriodSeconds"] == 15
+    timed = made(time_limit_s=7, begin_s=3)["spec"]["template"]["spec"]
+    assert timed["activeDeadlineSeconds"] == 10
     wishes = {
         "image": "other:1", "claim": "data", "gpus": 2, "gpu_kind": "amd.com/gpu", "cpus": 3, "memory_mb": 5,
-        "node_labels": {"zone": "a"}, "user": 77, "requeue": True,
+        "node_labels": {"zone": "a"}, "user": 77, "requeue": True, "labels": {"queue": "a"}, "begin_s": 5.0,
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
     }  # fmt: skip
     for name, value in wishes.items():
         if name == "gpu_kind":

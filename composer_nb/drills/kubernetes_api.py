@@ -23,7 +23,14 @@ KINDS = {
     "pods": ("v1", "PodList"),
     "events": ("v1", "EventList"),
 }
-OWN = ("counted", "began", "late", "told", "ends")  # what the nodes note of a pod, and nobody is told
+OWN = (
+    "counted",
+    "began",
+    "late",
+    "told",
+    "ends",
+    "orphan",
+)  # what the nodes note of a pod, and nobody is told
 Object = dict[str, Any]
 
 
@@ -131,15 +138,34 @@ class Api:
             rule = f"at most {self.gpus_allowed} GPUs for each replica"
             said = f"ValidatingAdmissionPolicy 'gpus' with binding 'all' denied request: {rule}"
             raise Refusal(422, "Invalid", f'{kind} "{name}" is forbidden: {said}')
+        self._check(body["spec"])
         body["status"] = {"done": [], "failed": [], "ignored": {}, "conditions": []}
         if self.old:  # fields that a server does not know are dropped
             body["spec"].pop("backoffLimitPerIndex")
         return self.store.add(kind, body)
 
+    def _check(self, spec: Object) -> None:
+        """This imitation knows one kind of Job; another would behave differently on a real cluster."""
+        pod = spec["template"]["spec"]
+        told = (
+            spec.get("completionMode"),
+            spec.get("backoffLimitPerIndex"),
+            spec.get("podReplacementPolicy"),
+        )
+        known = ("Indexed", 0, "Failed", "Never")
+        if (*told, pod.get("restartPolicy")) != known:
+            raise Refusal(422, "Invalid", f"not imitated: {(*told, pod.get('restartPolicy'))}, only {known}")
+
     def _delete(self, kind: str, name: str, query: dict[str, str], body: Object) -> Object:
         found = self.store.find(kind, name)
         if kind == "jobs":
-            found["metadata"].setdefault("deletionTimestamp", now())
+            how = query.get("propagationPolicy", body.get("propagationPolicy", "Orphan"))  # the default there
+            if how == "Foreground":
+                found["metadata"].setdefault("deletionTimestamp", now())
+                return found
+            for pod in self.store.pods_of(found) if how == "Orphan" else ():
+                pod["orphan"] = True
+            self.store.objects[kind].pop(name)
         else:
             grace_s = body.get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
             self.delete(found, None if grace_s is None else int(grace_s))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -70,12 +71,22 @@ class JobController:
         with self.store.lock:
             for job in list(self.store.objects["jobs"].values()):
                 self._job(job)
+            owners = {job["metadata"]["uid"] for job in self.store.objects["jobs"].values()}
+            for pod in list(self.store.objects["pods"].values()):
+                if pod["metadata"]["ownerReferences"][0]["uid"] not in owners and "orphan" not in pod:
+                    self._end(pod)  # what a collector of garbage does
+
+    def _end(self, pod: Object) -> None:
+        """Deletes a pod whose Job goes, and takes it away when it has ended."""
+        self.nodes["any"].delete(pod)
+        if pod["status"]["phase"] in ("Succeeded", "Failed"):
+            self.store.objects["pods"].pop(pod["metadata"]["name"], None)
 
     def _job(self, job: Object) -> None:
         pods, spec = self.store.pods_of(job), job["spec"]
         if "deletionTimestamp" in job["metadata"]:
             for pod in pods:
-                self.nodes["any"].delete(pod)
+                self._end(pod)
             if not self.store.pods_of(job):
                 self.store.objects["jobs"].pop(job["metadata"]["name"])
             return
@@ -116,7 +127,8 @@ class JobController:
         meta, template = job["metadata"], json.loads(json.dumps(job["spec"]["template"]))
         own = template["metadata"]
         own["name"] = f"{meta['name']}-{index}-{uuid.uuid4().hex[:5]}"
-        own["annotations"] = {INDEX: str(index), IGNORED: str(job["status"]["ignored"].get(index, 0))}
+        notes = {INDEX: str(index), IGNORED: str(job["status"]["ignored"].get(index, 0))}
+        own["annotations"] = own.get("annotations", {}) | notes
         own["labels"] = own.get("labels", {}) | {INDEX: str(index), "job-name": meta["name"]}
         own["ownerReferences"] = [{"kind": "Job", "name": meta["name"], "uid": meta["uid"]}]
         if said := self.nodes["any"].quota(self.store):
@@ -158,11 +170,16 @@ class Node:
         if cpus_of(pod) > self.room() or wants_gpus(pod) or self.cluster.lacks(pod["spec"]):
             return False
         spec, container = pod["spec"], pod["spec"]["containers"][0]
-        env = {"PATH": os.environ["PATH"], "POD_UID": pod["metadata"]["uid"], "HOME": "/"}
+        env = {
+            "PATH": os.environ["PATH"],
+            "OF_THE_IMAGE": "yes",
+            "POD_UID": pod["metadata"]["uid"],
+            "HOME": "/",
+        }
         env["JOB_COMPLETION_INDEX"] = pod["metadata"]["annotations"][INDEX]
         with open(self.cluster.folder / f"{pod['metadata']['name']}.log", "ab") as log:
             self.running[pod["metadata"]["uid"]] = subprocess.Popen(
-                container["command"], env=env, cwd="/", start_new_session=True,
+                [expand(word, env) for word in container["command"]], env=env, cwd="/", start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         spec["nodeName"] = self.name
@@ -222,6 +239,12 @@ class Node:
                 self.cluster.store.objects["pods"].pop(meta["name"])
         pod["ends"] = min(ends, pod.get("ends", ends))
         meta.setdefault("deletionTimestamp", now())
+
+
+def expand(word: str, env: dict[str, str]) -> str:
+    """A word of a command as a kubelet reads it: $$ is a dollar, $(NAME) a variable that the pod has."""
+    known = lambda found: "$" if found[0] == "$$" else env.get(found[1], found[0])  # noqa: E731
+    return re.sub(r"\$\$|\$\(([A-Za-z_][\w.-]*)\)", known, word)
 
 
 def cpus_of(pod: Object) -> float:
@@ -312,9 +335,13 @@ class KubernetesCluster:
 
     def lacks(self, spec: Object) -> str:
         """What the scheduler says of a claim that is not there; empty where all are."""
-        claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in spec.get("volumes", [])}
+        named = [v for v in spec.get("volumes", []) if "persistentVolumeClaim" in v]
+        claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in named}
         for mount in spec["containers"][0].get("volumeMounts", []):
-            if self.mounts.get(claim := claims[mount["name"]]) != mount["mountPath"]:
+            if (
+                mount["name"] in claims
+                and self.mounts.get(claim := claims[mount["name"]]) != mount["mountPath"]
+            ):
                 return f'persistentvolumeclaim "{claim}" not found'
         return ""
 

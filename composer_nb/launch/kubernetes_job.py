@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .job import check_seconds
 from .queue_executor import SharedPlace, Submission, tidy_words
 from .queue_jobs import QueueOptions, check_whole
 from .queue_script import ScriptWords, life_script
 
 # %% auto #0
-__all__ = ['KEPT_S', 'check_devices', 'KubernetesOptions', 'resources_of', 'volumes_of', 'check_mount', 'script_words',
-           'container_script', 'name_of', 'labels_of', 'pod_spec', 'job_manifest']
+__all__ = ['KEPT_S', 'check_devices', 'check_wishes', 'KubernetesOptions', 'resources_of', 'volumes_of', 'check_mount',
+           'script_words', 'container_script', 'name_of', 'labels_of', 'pod_spec', 'job_manifest']
 
 # %% ../../nbs/launching/08_kubernetes_job.ipynb #kj000007
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -39,6 +40,24 @@ def check_devices(name: str, value: Any) -> None:
         rule = "Kubernetes chooses the devices; pass how many each replica gets, such as 2, or None"
         raise ValueError(f"{name}={value!r}: {rule}") from None
 
+# %% ../../nbs/launching/08_kubernetes_job.ipynb #kj000007b
+def check_wishes(options: KubernetesOptions) -> None:
+    "Raises ValueError for what makes no sense, naming the value."
+    if not re.fullmatch(r"\S+", str(options.image or "")):
+        raise ValueError(f"image={options.image!r}: pass the container image that replicas run in")
+    for name in ("claim", "namespace"):
+        _check_name(name, getattr(options, name))
+    if not options.claim or not str(options.mount or "").startswith("/"):
+        rule = "pass a claim that holds the work folder, and the absolute path at which it is mounted"
+        raise ValueError(f"claim={options.claim!r}, mount={options.mount!r}: {rule}")
+    check_devices("gpus", options.gpus)
+    check_seconds("begin_s", options.begin_s)
+    for name in [options.gpu_kind, *(options.node_labels or {}), *(options.labels or {})]:
+        if not _LABEL.fullmatch(str(name)):
+            raise ValueError(f"{name!r} is no name of a resource or label, such as 'nvidia.com/gpu'")
+    if options.user is not None and not (isinstance(options.user, int) and options.user >= 0):
+        raise ValueError(f"user={options.user!r}: pass the number of a user, or None for yours")
+
 # %% ../../nbs/launching/08_kubernetes_job.ipynb #kj000008
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions(QueueOptions):
@@ -46,13 +65,19 @@ class KubernetesOptions(QueueOptions):
 
     `image` is the container image; `claim` a PersistentVolumeClaim that all nodes can mount, `mount` the path
     at which pods see it, and this machine too. `namespace` and `context` are those of kubectl's configuration
-    unless given; `gpus` devices of the kind `gpu_kind`; `node_labels` what a node must have; `user` the uid
-    that owns the files, by default yours. With `requeue`, a pod that its node lost is replaced, as often as
-    that happens. Raises ValueError, naming the value.
+    unless given; `gpus` devices of the kind `gpu_kind`; `node_labels` what a node must have, `tolerations` as
+    a pod has them; `labels` are put on Job and pods, such as a queue's name; `user` is the uid that owns the
+    files, by default yours. Limits count from the pod's start, so `begin_s` seconds are added to them for
+    fetching the image. With `requeue`, a pod that the cluster took off its node is replaced, as often as that
+    happens. Raises ValueError, naming the value.
     """
 
     queue: ClassVar[str] = "Kubernetes"
     forgets: ClassVar[str] = "; its Job was deleted, or its day is over"
+    own_names: ClassVar[frozenset[str]] = frozenset(
+        "PATH HOME USER LOGNAME SHELL TMPDIR XDG_CACHE_HOME VIRTUAL_ENV PYTHONPATH LD_LIBRARY_PATH CUDA_HOME "
+        "CUDA_VISIBLE_DEVICES HF_HOME SSL_CERT_FILE".split()
+    )
 
     image: str = ""
     claim: str | None = None
@@ -62,23 +87,14 @@ class KubernetesOptions(QueueOptions):
     gpus: int | None = None
     gpu_kind: str = "nvidia.com/gpu"
     node_labels: Mapping[str, str] | None = None
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    labels: Mapping[str, str] | None = None
     user: int | None = None
+    begin_s: float = 600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch(r"\S+", str(self.image or "")):
-            raise ValueError(f"image={self.image!r}: pass the container image that replicas run in")
-        for name in ("claim", "namespace"):
-            _check_name(name, getattr(self, name))
-        if (self.claim is None) != (self.mount is None) or not str(self.mount or "/").startswith("/"):
-            rule = "pass a claim and the absolute path at which it is mounted"
-            raise ValueError(f"claim={self.claim!r}, mount={self.mount!r}: {rule}, or neither")
-        check_devices("gpus", self.gpus)
-        for name in [self.gpu_kind, *(self.node_labels or {})]:
-            if not _LABEL.fullmatch(str(name)):
-                raise ValueError(f"{name!r} is no name of a resource or label, such as 'nvidia.com/gpu'")
-        if self.user is not None and not (isinstance(self.user, int) and self.user >= 0):
-            raise ValueError(f"user={self.user!r}: pass the number of a user, or None for yours")
+        check_wishes(self)
 
 # %% ../../nbs/launching/08_kubernetes_job.ipynb #kj000011
 def resources_of(options: KubernetesOptions, gpus: int | None) -> dict[str, dict[str, str]]:
@@ -92,18 +108,18 @@ def resources_of(options: KubernetesOptions, gpus: int | None) -> dict[str, dict
 
 
 def volumes_of(options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    "Volumes of a pod, and where its container mounts them."
-    if options.claim is None:
-        return [], []
-    claim = {"name": "work", "persistentVolumeClaim": {"claimName": options.claim}}
-    return [claim], [{"name": "work", "mountPath": str(options.mount)}]
+    "Volumes of a pod, and where its container mounts them: the work folder, and room for data loaders."
+    work = {"name": "work", "persistentVolumeClaim": {"claimName": options.claim}}
+    shared = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    places = (("work", str(options.mount)), ("shm", "/dev/shm"))
+    return [work, shared], [{"name": name, "mountPath": path} for name, path in places]
 
 
 def check_mount(options: KubernetesOptions, place: SharedPlace) -> None:
     "Raises ValueError for a folder that pods would not see."
     for name in ("workdir", "log_dir"):
         path = getattr(place, name)
-        if options.mount is not None and not path.is_relative_to(options.mount):
+        if not path.is_relative_to(str(options.mount)):
             raise ValueError(f"{name}={str(path)!r} is not below mount={options.mount!r}, where pods see it")
 
 # %% ../../nbs/launching/08_kubernetes_job.ipynb #kj000013
@@ -141,16 +157,19 @@ def pod_spec(options: KubernetesOptions, script: str, resources: Mapping[str, An
     user = os.getuid() if options.user is None else options.user
     narrow = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {
-        "name": "replica", "image": options.image, "command": ["/bin/sh", "-c", script],
+        "name": "replica", "image": options.image,
+        "command": ["/bin/sh", "-c", script.replace("$", "$$")],  # a kubelet reads $(NAME) and $$ in it
         "resources": resources, "volumeMounts": mounts, "securityContext": narrow,
     }  # fmt: skip
-    who = {"runAsUser": user, "runAsGroup": os.getgid() if options.user is None else user}
+    group = os.getgid() if options.user is None else user
+    who = {"runAsUser": user, "runAsNonRoot": user != 0, "runAsGroup": group}
     return {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": who | {"seccompProfile": {"type": "RuntimeDefault"}},
         "nodeSelector": dict(options.node_labels or {}),
+        "tolerations": [dict(one) for one in options.tolerations],
         "containers": [container],
         "volumes": volumes,
     }
@@ -167,17 +186,17 @@ def job_manifest(
     if limit_s is None and task.timeout is not None:  # the launcher is exact; this is for when it is gone
         limit_s = task.timeout + grace_s + 60
     if limit_s is not None:
-        pod["activeDeadlineSeconds"] = math.ceil(limit_s)
+        pod["activeDeadlineSeconds"] = math.ceil(limit_s + options.begin_s)
     pod["terminationGracePeriodSeconds"] = math.ceil(2 * grace_s) + 5  # the program, and what it started
-    labels = labels_of(lives.number)
+    labels = dict(options.labels or {}) | labels_of(lives.number)
+    notes = {"composer-nb/rank": str(lives.ranks[0])}
     spec = {
         "completionMode": "Indexed", "completions": n, "parallelism": n, "backoffLimitPerIndex": 0,
         "podReplacementPolicy": "Failed", "ttlSecondsAfterFinished": KEPT_S,
-        "template": {"metadata": {"labels": labels}, "spec": pod},
+        "template": {"metadata": {"labels": labels, "annotations": notes}, "spec": pod},
     }  # fmt: skip
     if options.requeue:
         ignored = [{"type": "DisruptionTarget", "status": "True"}]
         spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", "onPodConditions": ignored}]}
-    notes = {"composer-nb/rank": str(lives.ranks[0])}
     meta = {"name": name_of(lives), "labels": labels, "annotations": notes}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}

@@ -54,7 +54,10 @@ def env_file(variables: dict[str, str]) -> str:
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000011
 class SharedPlace(Workplace):
-    "Where an executor's jobs run: a folder that all nodes see under the same path."
+    """Where an executor's jobs run: a folder that all nodes see under the same path. `own_names` are
+    variables that are not taken over from this machine, unless they are given."""
+
+    own_names: frozenset[str] = QueueOptions.own_names
 
     def log(self, launch: str, rank: int | str, incarnation: int) -> Path:
         return self.log_dir / f"{launch}-rank{rank}-run{incarnation}.log"
@@ -65,7 +68,7 @@ class SharedPlace(Workplace):
         command = self.command(JobSpec(task.program, task.args, rank, world_size, incarnation, files))
         own = {"REPLICA_GRACE": str(self.grace_s), "REPLICA_MARK": f"{files.name}.{launch}"}
         variables = self.environment(rank, None, own)
-        for name in {"CUDA_VISIBLE_DEVICES", "TMPDIR"} - set(self.environment.given):
+        for name in self.own_names - set(self.environment.given):
             variables.pop(name, None)
         for path, text in (
             (files / "env.sh", env_file(variables)),
@@ -297,7 +300,12 @@ class QueueLauncher(Launcher):
             for other in self._adopter.shelf.handles(handle.launch, handle.rank):
                 self._adopter.adopt(other)
             lives = self._register.lives_of(handle)
+            running = [life for life in lives if life.status == "running"]
             self._supervisor.cancel(lives)
+            for job in (life.process for life in running):
+                if not job.gone and job.exit_code() is None:
+                    said = f"rank {handle.rank} of launch {handle.launch!r} was not seen to end"
+                    raise QueueError(f"{said} ({job.name}, {job.seen.state}): the next would be beside it")
             shelf, last = self._adopter.shelf, max(life.handle.incarnation for life in lives)
             for half, age_s in shelf.half_begun(handle, last).items():
                 last = take_back(Submission(task, *which, half), age_s, self._submitter.queue)
@@ -391,6 +399,7 @@ class QueueExecutor(LaunchingExecutor):
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else self.workdir / "logs"
         queue, register = self.open_queue(grace_s), self._register
         place = SharedPlace(self.workdir, self.log_dir, os.fspath(python), self._environment, grace_s)
+        place.own_names = self.options.own_names
         reader = QueueReader(queue, self.options.poll_s)
         self._supervisor = QueueSupervisor(register, limits, reader, self._environment)
         self._adopter = Adopter(Shelf(place, self.options, queue), register, self._supervisor)

@@ -54,6 +54,7 @@ class QueueOptions:
     queue: ClassVar[str] = "the queue"
     forgets: ClassVar[str] = ""  # where else an end may be written, after a semicolon
     lingers: ClassVar[bool] = False  # whether a program may outlive its job by the grace it is given
+    own_names: ClassVar[frozenset[str]] = frozenset({"CUDA_VISIBLE_DEVICES", "TMPDIR"})  # a node has its own
 
     cpus: int = 1
     memory_mb: int | None = None

@@ -21,6 +21,7 @@ set -- {lives}/rank{rank}-run{incarnation} "" "" ""
 trap '[ "$3" = KILL ] || set -- "$1" "$2" TERM "$4"; kill -TERM "$2" 2>/dev/null' TERM
 trap 'set -- "$1" "$2" "${{3:-USR1}}" "$4"; kill -USR1 "$2" 2>/dev/null' USR1
 trap 'set -- "$1" "$2" KILL "$4"; kill -KILL "$2" 2>/dev/null' USR2
+[ ! -e "$1/over" ] || exit 125
 cd {workdir} || exit 125
 {ear}. "$1/env.sh" || exit 125
 rm -f "$1/exit"
