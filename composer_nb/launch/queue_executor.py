@@ -45,7 +45,8 @@ from composer_nb.launch.queue_jobs import (
 
 # %% auto #0
 __all__ = ['env_file', 'SharedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'prepare_life', 'Submitter', 'Folders',
-           'Shelf', 'Adopter', 'take_back', 'QueueLauncher', 'AttachingExecutor', 'LaunchingExecutor', 'QueueExecutor']
+           'Shelf', 'Adopter', 'end_for_good', 'take_back', 'QueueLauncher', 'AttachingExecutor', 'LaunchingExecutor',
+           'QueueExecutor']
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000010
 def env_file(variables: dict[str, str]) -> str:
@@ -260,6 +261,16 @@ class Adopter:
         return handle
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000019b
+def end_for_good(lives: Sequence[Life], supervisor: QueueSupervisor) -> None:
+    "Cancels those that run. Raises QueueError for one that is not seen to end: the next would be beside it."
+    running = [life for life in lives if life.status == "running"]
+    supervisor.cancel(lives)
+    for handle, job in ((life.handle, life.process) for life in running):
+        if not job.gone and job.exit_code() is None:
+            said = f"rank {handle.rank} of launch {handle.launch!r} was not seen to end"
+            raise QueueError(f"{said} ({job.name}, {job.seen.state}): the next would be beside it")
+
+
 def take_back(half: Submission, age_s: float, queue: SubmittingQueue) -> int:
     """Takes a life out of the queue whose launcher died while it began it; its incarnation. Raises QueueError
     where that launcher may still be at it."""
@@ -299,13 +310,7 @@ class QueueLauncher(Launcher):
             task, which = self._register.find(handle).task, (handle.launch, [handle.rank], handle.world_size)
             for other in self._adopter.shelf.handles(handle.launch, handle.rank):
                 self._adopter.adopt(other)
-            lives = self._register.lives_of(handle)
-            running = [life for life in lives if life.status == "running"]
-            self._supervisor.cancel(lives)
-            for job in (life.process for life in running):
-                if not job.gone and job.exit_code() is None:
-                    said = f"rank {handle.rank} of launch {handle.launch!r} was not seen to end"
-                    raise QueueError(f"{said} ({job.name}, {job.seen.state}): the next would be beside it")
+            end_for_good(lives := self._register.lives_of(handle), self._supervisor)
             shelf, last = self._adopter.shelf, max(life.handle.incarnation for life in lives)
             for half, age_s in shelf.half_begun(handle, last).items():
                 last = take_back(Submission(task, *which, half), age_s, self._submitter.queue)
@@ -313,8 +318,7 @@ class QueueLauncher(Launcher):
 
     def _submit(self, lives: Submission) -> list[ReplicaHandle]:
         with self._register.lock:
-            handles = self._submitter.submit(lives)
-            return [self._register.add(self._adopter.shelf.life(handle)) for handle in handles]
+            return [self._register.add(self._adopter.shelf.life(h)) for h in self._submitter.submit(lives)]
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000023
 class AttachingExecutor(ShowingExecutor):
