@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .batch import ComposerDataCollator, DPOPair, Rollout, build_batch
     from .launch.job import ServerlessExecutor
+    from .launch.kubernetes import K8sExecutor
     from .launch.local import LocalProcessExecutor
     from .diloco.manager import MockManager, ObjectStoreAllReduce, ObjectStoreManager
     from .diloco.outer_loop import make_diloco_outer_loop
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _MODULES: dict[str, tuple[str, ...]] = {
     "batch": ("ComposerDataCollator", "DPOPair", "Rollout", "build_batch"),
     "launch.job": ("ServerlessExecutor",),
+    "launch.kubernetes": ("K8sExecutor",),
     "launch.local": ("LocalProcessExecutor",),
     "diloco.manager": ("MockManager", "ObjectStoreAllReduce", "ObjectStoreManager"),
     "diloco.outer_loop": ("make_diloco_outer_loop",),
@@ -65,7 +67,6 @@ _PLANNED = {
     "ModalExecutor": "launch.modal",
     "HFJobsExecutor": "launch.hf_jobs",
     "SageMakerExecutor": "launch.sagemaker",
-    "K8sExecutor": "launch.kubernetes",
 }
 
 __all__ = ["__version__", *sorted(_PLACES)]

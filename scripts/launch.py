@@ -44,6 +44,7 @@ EXTRAS = {
     "openai": "drills",
     "ray": "ray",
     "kubernetes": "kubernetes",
+    "urllib3": "kubernetes",  # its client raises what urllib3 raises
     "openenv": "openenv",
     "websockets": "openenv",
     "pydantic": "openenv",

@@ -47,6 +47,7 @@ exit "$code"
 HEARD = ("USR1", "TERM", "USR2")
 _EAR = """(
     while sleep 1; do
+        ls "$1" >/dev/null
         for told in USR1 TERM USR2; do
             [ -f "$1/bell.$told" ] && rm -f "$1/bell.$told" && kill -"$told" "$$"
         done
