@@ -207,14 +207,15 @@ def deal_out(
     try:
         from composer_nb.launch.fan_out import estimate_of, fan_out
         from composer_nb.launch.local import LocalProcessExecutor
-        from composer_nb.replay.plan import read_plan
+        from composer_nb.replay.plan import read_plan, teachers_of
 
         told = read_plan(plan)
         typer.echo(str(found := estimate_of(told)))
         if found.worst_usd and not pay:
             typer.echo("Nobody was asked: these calls may cost money. Add --pay to make them.")
             raise typer.Exit(3)
-        keys = [one["api_key_env"] for one in told.teachers if "api_key_env" in one]
+        named = {getattr(one, "api_key_env", None) for one in teachers_of(told, weights=False)}
+        keys = sorted(name for name in named if name)
         with LocalProcessExecutor(f"{told.ledger}.workers", env=keys) as executor:
             done = fan_out(plan, executor, workers)
     except typer.Exit:

@@ -23,7 +23,7 @@ from waiting import until
 from composer_nb.cli import app
 from composer_nb.drills.slurm_cluster import SlurmCluster
 from composer_nb.launch.entrypoint import marked
-from composer_nb.launch.fan_out import FanOut, fan_out, share_of, was_lost
+from composer_nb.launch.fan_out import FanOut, fan_out, was_lost
 from composer_nb.launch.job import ReplicaResult
 from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.slurm import SlurmExecutor
@@ -31,7 +31,7 @@ from composer_nb.launch.slurm_commands import SlurmOptions
 from composer_nb.replay.ledger import Ledger, LedgerInUse
 from composer_nb.replay.plan import read_plan, teachers_of
 from composer_nb.replay.shards import in_parts, part_of, part_path, parts_there
-from composer_nb.traces import Action, TraceState, load_states, save_states
+from composer_nb.traces import Action, ContextReport, TraceState, load_states, save_states
 
 PLACES = 4
 
@@ -187,7 +187,6 @@ def test_all_together_stay_below_the_ceiling_and_one_uses_up_the_rest(tmp_path, 
         assert any("ceiling" in reason for reason in found.reasons)
         answers.append(known(plan))
     assert 8 <= answers[0] < answers[1] < 60
-    assert share_of(read_plan(plan), 4) <= ceiling
 
 
 def test_what_a_worker_met_itself_is_told_and_not_tried_again(tmp_path, server, monkeypatch):
@@ -250,6 +249,62 @@ def test_an_interrupt_ends_the_workers_and_keeps_the_answers(tmp_path, server):
     assert parts_there(read_plan(plan).ledger) == [] and known(plan) >= 40 - 4 * PLACES
 
 
+def test_an_interrupt_ends_those_that_were_begun_again_too(tmp_path, server):
+    plan = plan_in(tmp_path, server, [f"question {n}" for n in range(300)])
+
+    class Both(Kills):
+        def run(self, handles):
+            super().run(handles)  # one is killed and begun again
+            until(lambda: any(h.incarnation for h in self.executor._register.lives), 60)
+            until(lambda: any(worker_of(h) for h in self.executor._register.lives if h.incarnation), 60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with local(tmp_path) as executor:
+            with pytest.raises(KeyboardInterrupt):
+                fan_out(plan, Both(executor, server, [1]), 3, progress=False)
+            lives = list(executor._register.lives)
+            assert len(lives) == 4 and "running" not in [executor.poll(handle) for handle in lives]
+            assert parts_there(read_plan(plan).ledger) == []
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_worker_whose_part_is_gone_asks_nobody(tmp_path, server):
+    "It waited in a queue while its launcher died, and another fan-out took its part in."
+    plan = plan_in(tmp_path, server, [f"question {n}" for n in range(8)])
+    with local(tmp_path) as executor:
+        assert fan_out(plan, executor, 2, progress=False).reasons == []
+        before = sum(asked(server).values())
+        late = executor.launch_replicas(2, "composer_nb.launch.fan_out:work", [str(plan), "0badcafe"])
+        results = executor.collect(late, timeout=60)
+    assert all("is gone: this worker's fan-out is over" in r.error for r in results)
+    assert sum(asked(server).values()) == before and parts_there(read_plan(plan).ledger) == []
+
+
+def test_what_was_not_asked_is_told(tmp_path, server):
+    "Here one question at worst is more than a worker's share, so none is put."
+    plan = plan_in(tmp_path, server, [f"question {n}" for n in range(8)])
+    (teacher,) = teachers_of(read_plan(plan))
+    worst = teacher.worst_case_usd(teacher.request(next(iter(load_states(tmp_path / "states.jsonl")))))
+    plan = plan_in(tmp_path, server, [f"question {n}" for n in range(8)], ceiling=2 * worst)
+    with local(tmp_path) as executor:
+        found = fan_out(plan, executor, 4, progress=False)
+    assert asked(server) == Counter() and found.reasons
+    assert all("more than the whole ceiling" in reason for reason in found.reasons)
+
+
+def test_contexts_that_mending_makes_equal_are_in_one_part():
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    plain.append({"role": "user", "content": "c"})
+    mended = [*plain[:1], {"role": "assistant", "content": ""}, *plain[1:]]
+    one, two = (TraceState("s", messages, Action("no")) for messages in (plain, mended))
+    sent = [ContextReport().taken(state).messages for state in (one, two)]
+    assert [list(m) for m in sent[:1]] == [list(m) for m in sent[1:]], "mending has changed: choose another"
+    assert all(part_of(one, n) == part_of(two, n) for n in range(1, 60))
+
+
 def test_equal_questions_are_put_once(tmp_path, server):
     plan = plan_in(tmp_path, server, [f"question {n % 5}" for n in range(40)])
     with local(tmp_path) as executor:
@@ -286,7 +341,7 @@ def test_a_join_that_is_repeated_adds_nothing(ledger, tmp_path):
     ledger.write_bytes(b"\n".join(lines[:3]) + b"\n")  # the first of its answers
     (tmp_path / "kept").write_bytes(whole)
     for _ in range(2):  # the launcher died between the lines and the removal of the part
-        shutil.copy(tmp_path / "kept", part_path(ledger, 0))
+        shutil.copy(tmp_path / "kept", part_path(ledger, 0, "0badcafe"))
         with in_parts(ledger):
             pass
         assert sorted(ledger.read_bytes().split(b"\n")) == sorted(lines)
@@ -294,34 +349,30 @@ def test_a_join_that_is_repeated_adds_nothing(ledger, tmp_path):
 
 def test_a_damaged_part_changes_nothing(ledger):
     before = ledger.read_bytes()
-    part_path(ledger, 0).write_bytes(before + b'{"kind": "reply", "of": "nobody"}\n' + before.split(b"\n")[1])
+    damaged = before + b'{"kind": "reply", "of": "nobody"}\n' + before.split(b"\n")[1]
+    part_path(ledger, 0, "0badcafe").write_bytes(damaged)
     with pytest.raises(ValueError, match="part0"), in_parts(ledger):
         pass
-    assert ledger.read_bytes() == before and part_path(ledger, 0).exists()
+    assert ledger.read_bytes() == before and part_path(ledger, 0, "0badcafe").exists()
 
 
 def test_a_part_or_a_ledger_in_use_is_named(ledger):
     with Ledger(ledger), pytest.raises(LedgerInUse), in_parts(ledger):
         pass
-    shutil.copy(ledger, part_path(ledger, 1))
-    with Ledger(part_path(ledger, 1)), pytest.raises(LedgerInUse, match="part1"), in_parts(ledger):
-        pass
+    shutil.copy(ledger, part_path(ledger, 1, "0badcafe"))
+    with Ledger(part_path(ledger, 1, "0badcafe")):
+        with pytest.raises(LedgerInUse, match="part1"), in_parts(ledger):
+            pass
     with in_parts(ledger) as sheaf:
         (part,) = sheaf.cut(1)
         assert part.read_bytes() == ledger.read_bytes() and part.stat().st_mode & 0o077 == 0
 
 
 def test_other_files_are_no_parts(tmp_path):
-    for name in (
-        "r.jsonl.part1",
-        "r.jsonl.part10",
-        "r.jsonl.part2",
-        "r.jsonl.part2.lock",
-        "r.jsonl.party",
-        "x",
-    ):
+    ours = [f"r.jsonl.part{n}-0badcafe" for n in (1, 2, 10)]
+    for name in (*ours[::-1], f"{ours[1]}.lock", "r.jsonl.part3", "r.jsonl.party", "x"):
         (tmp_path / name).touch()
-    assert [p.name for p in parts_there(tmp_path / "r.jsonl")] == [f"r.jsonl.part{n}" for n in (1, 2, 10)]
+    assert [path.name for path in parts_there(tmp_path / "r.jsonl")] == ours
 
 
 def test_a_part_follows_from_the_context_alone():

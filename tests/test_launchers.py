@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -855,6 +856,24 @@ def test_a_submission_that_is_not_the_first_touches_nothing_of_the_first(folder)
     with pytest.raises(QueueError, match="is being begun by another launcher .incarnation 0."):
         made._launcher._submitter.submit(Submission(task, handle.launch, [0], 1, 0))
     assert sorted(files.iterdir()) == before and handle.log.exists() and withdrawn == []
+    made.close()
+
+
+def test_a_half_begun_life_that_runs_is_waited_for(folder):
+    made = OnScripted(folder, grace_s=0.1, options=QueueOptions(poll_s=0.05))
+    (handle,) = made.launch_replicas(1, "prog:snooze")
+    made.cancel([handle])
+    half = folder / "replicas" / handle.launch / "rank0-run1"
+    half.mkdir()
+    (half / "began").write_text("7 0 here\n")
+    os.utime(half, (time.time() - 3600,) * 2)
+    withdrawn = []
+    made.queue.withdraw = lambda lives: (withdrawn.append(lives), threading.Timer(1.0, end).start())
+    end = lambda: (half / "exit").write_text("143\n")  # noqa: E731
+    began = time.monotonic()
+    again = made.restart(handle)
+    assert again.incarnation == 2 and 0.9 < time.monotonic() - began < 4
+    assert [one.incarnation for one in withdrawn] == [1] and (half / "over").exists()
     made.close()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 
 from .entrypoint import beat, replica_rank
 from .job import ReplicaHandle, ReplicaResult, ServerlessExecutor
-from ..replay.account import Estimate
+from ..replay.account import Estimate, Replay
 from ..replay.ledger import Ledger
 from ..replay.plan import ReplayPlan, read_plan, teachers_of
 from ..replay.runner import replay_trace_sync
@@ -25,7 +26,8 @@ from ..replay.shards import in_parts, part_of, part_path
 from ..traces import TraceState, load_states
 
 # %% auto #0
-__all__ = ['share_of', 'own_states', 'work', 'Restarting', 'FanOut', 'was_lost', 'look_after', 'estimate_of', 'fan_out']
+__all__ = ['share_of', 'own_states', 'left_over', 'work', 'Restarting', 'FanOut', 'was_lost', 'look_after', 'estimate_of',
+           'fan_out']
 
 # %% ../../nbs/launching/09_fan_out.ipynb #fo000007
 def share_of(plan: ReplayPlan, workers: int) -> float:
@@ -43,19 +45,30 @@ def own_states(plan: ReplayPlan, rank: int, workers: int) -> Iterator[TraceState
             yield state
 
 
-def work(plan: str) -> dict[str, Any]:
-    "What each worker runs: its part of a replay, from the plan's file. SIGTERM ends it as an interrupt does."
+def left_over(done: Replay) -> dict[str, int]:
+    "How many questions were not put, or failed, by reason; what a gate or a vendor rules out is none."
+    ruled_out = ("gate:", "vendor:", "stopped:")
+    reasons = [miss.reason for miss in done.unasked if not miss.reason.startswith(ruled_out)]
+    reasons += [miss.reason for miss in done.skipped if miss.reason.startswith(("error:", "unread:"))]
+    return dict(Counter(reason for reason in reasons if reason != done.halted).most_common(5))
+
+
+def work(plan: str, cut: str) -> dict[str, Any]:
+    """What each worker runs: its part of a replay, from the plan's file. SIGTERM ends it as an interrupt
+    does. Raises FileNotFoundError where its part is gone: another fan-out has taken it in."""
     rank, workers = replica_rank()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     told = read_plan(plan)
+    if not (part := part_path(told.ledger, rank, cut)).exists():
+        raise FileNotFoundError(f"{part} is gone: this worker's fan-out is over")
     done = replay_trace_sync(
         own_states(told, rank, workers), teachers_of(told), share_of(told, workers),
-        ledger=part_path(told.ledger, rank), allow_same_vendor=told.allow_same_vendor,
+        ledger=part, allow_same_vendor=told.allow_same_vendor,
         personal=told.personal, progress=False,
     )  # fmt: skip
     again = sum(miss.reason.startswith("http_") for miss in done.skipped)
     facts = {"states": len(done.actions), "asked": sum(done.asked.values()), "refused": again}
-    return facts | {"halted": done.halted, "stopped": dict(done.stopped)}
+    return facts | {"halted": done.halted, "stopped": dict(done.stopped), "left": left_over(done)}
 
 # %% ../../nbs/launching/09_fan_out.ipynb #fo000009
 class Restarting(ServerlessExecutor, Protocol):
@@ -80,8 +93,9 @@ class FanOut:
         stopped = [why for one in told for why in one.get("stopped", {}).values()]
         refused = sum(one.get("refused", 0) for one in told)
         busy = [f"{refused} questions were refused by a busy endpoint: run it again"] if refused else []
+        left = [f"{n} questions of a worker: {why}" for one in told for why, n in one.get("left", {}).items()]
         failed = [r.error or r.status for r in self.results if r.status != "succeeded"]
-        return [*dict.fromkeys([*halted, *stopped, *busy]), *failed]
+        return [*dict.fromkeys([*halted, *stopped, *busy, *left]), *failed]
 
 # %% ../../nbs/launching/09_fan_out.ipynb #fo000010
 def was_lost(result: ReplicaResult) -> bool:
@@ -90,25 +104,25 @@ def was_lost(result: ReplicaResult) -> bool:
 
 
 def look_after(
-    executor: Restarting, handles: Sequence[ReplicaHandle], restarts: int, poll_s: float, bar: tqdm
+    executor: Restarting, handles: list[ReplicaHandle], restarts: int, poll_s: float, bar: tqdm
 ) -> FanOut:
-    "Until all have ended for good."
-    found, now, left = FanOut(), list(handles), [restarts] * len(handles)
+    "Until all have ended for good; a handle of one that is begun again takes its place in the list."
+    found, left = FanOut(), [restarts] * len(handles)
     ended: dict[int, ReplicaResult] = {}
-    while len(ended) < len(now):
-        for rank, handle in enumerate(now):
+    while len(ended) < len(handles):
+        for rank, handle in enumerate(handles):
             if rank in ended or executor.poll(handle) == "running":
                 continue
             (result,) = executor.collect([handle])
             if was_lost(result) and left[rank]:
                 left[rank], found.restarts = left[rank] - 1, found.restarts + 1
-                now[rank] = executor.restart(handle)
+                handles[rank] = executor.restart(handle)
                 bar.set_postfix(restarts=found.restarts)
             else:
                 ended[rank] = result
                 bar.update()
         time.sleep(poll_s)
-    found.results = [ended[rank] for rank in range(len(now))]
+    found.results = [ended[rank] for rank in range(len(handles))]
     return found
 
 # %% ../../nbs/launching/09_fan_out.ipynb #fo000011
@@ -138,7 +152,8 @@ def fan_out(
     with in_parts(told.ledger) as sheaf:
         sheaf.cut(workers)
         place = str(Path(plan).resolve())
-        handles = executor.launch_replicas(workers, "composer_nb.launch.fan_out:work", [place])
+        words = ("composer_nb.launch.fan_out:work", [place, sheaf.name])
+        handles = list(executor.launch_replicas(workers, *words))
         try:
             with tqdm(total=workers, desc="workers", unit="worker", disable=not progress) as bar:
                 found = look_after(executor, handles, restarts, poll_s, bar)

@@ -271,13 +271,18 @@ def end_for_good(lives: Sequence[Life], supervisor: QueueSupervisor) -> None:
             raise QueueError(f"{said} ({job.name}, {job.seen.state}): the next would be beside it")
 
 
-def take_back(half: Submission, age_s: float, queue: SubmittingQueue) -> int:
+def take_back(half: Submission, age_s: float, queue: SubmittingQueue, place: SharedPlace) -> int:
     """Takes a life out of the queue whose launcher died while it began it; its incarnation. Raises QueueError
-    where that launcher may still be at it."""
+    where that launcher may still be at it. One that has begun is waited for, as long as its end may take."""
     if age_s < queue.limit_s:
         said = f"rank {half.ranks[0]} of launch {half.launch!r} is being begun by another launcher"
         raise QueueError(f"{said}: try again in {queue.limit_s - age_s:.0f} s, or see find_handles")
+    files = place.files(half.launch, half.ranks[0], half.incarnation)
+    (files / "over").touch(mode=0o600)  # if it has not begun, it begins nothing
     queue.withdraw(half)
+    end = time.monotonic() + 2 * place.grace_s + 5
+    while (files / "began").exists() and not (files / "exit").exists() and time.monotonic() < end:
+        time.sleep(0.1)
     return half.incarnation
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000020
@@ -313,7 +318,7 @@ class QueueLauncher(Launcher):
             end_for_good(lives := self._register.lives_of(handle), self._supervisor)
             shelf, last = self._adopter.shelf, max(life.handle.incarnation for life in lives)
             for half, age_s in shelf.half_begun(handle, last).items():
-                last = take_back(Submission(task, *which, half), age_s, self._submitter.queue)
+                last = take_back(Submission(task, *which, half), age_s, self._submitter.queue, shelf.place)
             return self._submit(Submission(task, *which, last + 1))[0]
 
     def _submit(self, lives: Submission) -> list[ReplicaHandle]:

@@ -5,16 +5,19 @@
 # %% ../../nbs/replay/13_shards.ipynb #sh000004
 from __future__ import annotations
 
+import json
 import os
+import re
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 from ..files import replacing
-from .append_file import _File
+from .append_file import _FIRST, _File
 from .ledger import _Books, _load
-from ..traces import TraceState
+from ..traces import ContextError, ContextReport, TraceState
 
 # %% auto #0
 __all__ = ['part_of', 'part_path', 'parts_there', 'Sheaf', 'in_parts']
@@ -22,20 +25,24 @@ __all__ = ['part_of', 'part_path', 'parts_there', 'Sheaf', 'in_parts']
 # %% ../../nbs/replay/13_shards.ipynb #sh000007
 def part_of(state: TraceState, count: int) -> int:
     "Which of `count` parts a state is in, from its context: equal questions are in one part."
-    context = repr([sorted(dict(message).items()) for message in state.messages])
+    try:
+        sent = ContextReport().taken(state).messages
+    except ContextError:  # nobody is asked about it
+        sent = state.messages
+    context = json.dumps(list(sent), sort_keys=True, ensure_ascii=False, default=dict)
     return int(sha256(context.encode("utf-8", "surrogatepass")).hexdigest()[:12], 16) % count
 
 # %% ../../nbs/replay/13_shards.ipynb #sh000010
-def part_path(ledger: Path, number: int) -> Path:
-    "Where a worker's part of a ledger is."
-    return ledger.with_name(f"{ledger.name}.part{number}")
+def part_path(ledger: Path, number: int, cut: str) -> Path:
+    "Where a worker's part of a ledger is; `cut` tells one cut from another: nobody takes a stranger's."
+    return ledger.with_name(f"{ledger.name}.part{number}-{cut}")
 
 
 def parts_there(ledger: Path) -> list[Path]:
     "The parts that stand beside a ledger, by number."
-    start = f"{ledger.name}.part"
-    found = [path for path in ledger.parent.glob(f"{start}*") if path.name[len(start) :].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[len(start) :]))
+    named = re.compile(re.escape(ledger.name) + r"\.part(\d+)-[0-9a-f]{8}")
+    found = [(int(name[1]), path) for path in ledger.parent.iterdir() if (name := named.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
 
 # %% ../../nbs/replay/13_shards.ipynb #sh000010b
 class Sheaf:
@@ -43,14 +50,15 @@ class Sheaf:
 
     def __init__(self, path: Path, file: _File) -> None:
         self.path, self._file = path, file
-        self._known = set(file.lines)
+        self._known, self.name = set(file.lines), uuid.uuid4().hex[:8]
 
     def cut(self, count: int) -> list[Path]:
         "A copy for each of `count` workers. Raises LedgerInUse, ValueError, OSError."
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"count={count!r}: pass a whole number of at least 1")
         self.join()
-        content, paths = self.path.read_bytes(), [part_path(self.path, n) for n in range(count)]
+        content = _FIRST + b"".join(line + b"\n" for line in self._file.lines)
+        paths = [part_path(self.path, n, self.name) for n in range(count)]
         for path in paths:
             with replacing(path) as out:
                 out.write(content)
