@@ -5,7 +5,7 @@
 # %% ../nbs/kernels/07_preference.ipynb #c003-77a573
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from .core import widen
 
 # %% auto #0
-__all__ = ['PreferenceLoss', 'sequence_logprobs', 'PreferenceOutput', 'dpo_loss', 'simpo_loss', 'reduce_pairs']
+__all__ = ['PreferenceLoss', 'sequence_logprobs', 'PreferenceOutput', 'dpo_loss', 'simpo_loss', 'reduce_pairs', 'anchored']
 
 # %% ../nbs/kernels/07_preference.ipynb #c006-5b114b
 def sequence_logprobs(
@@ -176,3 +176,19 @@ def reduce_pairs(
         )
     count = torch.as_tensor(keep.sum() if denominator is None else denominator, device=losses.device)
     return losses.masked_fill(~keep, 0.0).sum() / count.clamp(min=1)
+
+# %% ../nbs/kernels/07_preference.ipynb #anchor02
+def anchored(
+    output: PreferenceOutput, chosen_avg_logps: Float[Tensor, " P"], weight: float
+) -> PreferenceOutput:
+    """Pairs with `weight` times the chosen reply's cross entropy (nats per token) added to their losses.
+
+    Raises ValueError for a negative weight or unequal shapes. Source: Pang et al., arXiv 2404.19733, eq. 1;
+    TRL's `sft` beside `sigmoid` divides by the tokens of all replies together, not reply by reply.
+    """
+    if not weight >= 0:
+        raise ValueError(f"weight is {weight}; it is to keep the chosen reply likely: pass 0 or more")
+    if chosen_avg_logps.shape != output.losses.shape:
+        shapes = f"{tuple(chosen_avg_logps.shape)} and {tuple(output.losses.shape)}"
+        raise ValueError(f"log-probs and losses have shapes {shapes}; pass one mean for each pair")
+    return replace(output, losses=output.losses - weight * widen(chosen_avg_logps))

@@ -1,9 +1,9 @@
-"""One suite for all executors: what a launcher promises holds for processes, Slurm, Ray and Kubernetes.
+"""One suite for all executors: what a launcher promises holds for processes, clusters and a hub.
 
 The clusters of Slurm and Ray are real ones, of two nodes on this machine (`drills.slurm_cluster`,
-`drills.ray_cluster`); of Kubernetes the client is real and the cluster an imitation
-(`drills.kubernetes_cluster`). Where one cannot be started, its cases are skipped, and the reason names the
-remedy.
+`drills.ray_cluster`); of Kubernetes and of the hub the clients are real and the rest is imitated
+(`drills.kubernetes_cluster`, `drills.hub_jobs`). Where one cannot be started, its cases are skipped, and the
+reason names the remedy.
 """
 
 import inspect
@@ -21,10 +21,12 @@ from pathlib import Path
 
 import pytest
 
+from composer_nb.drills.hub_jobs import HubJobs
 from composer_nb.drills.kubernetes_cluster import KubernetesCluster
 from composer_nb.drills.ray_cluster import RayCluster
 from composer_nb.drills.slurm_cluster import SlurmCluster
 from composer_nb.launch.entrypoint import marked
+from composer_nb.launch.hf_jobs import HFJobsExecutor, HFJobsOptions
 from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.kubernetes import KubernetesError, KubernetesExecutor
 from composer_nb.launch.kubernetes_job import KubernetesOptions
@@ -49,6 +51,8 @@ PROGRAM = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from composer_nb.launch.entrypoint import beat, replica_rank, report
+
+os.chdir(os.environ.get("KEPT", "."))  # on a rented machine: what replicas share
 
 def add(a, b=1): return [a + b, *replica_rank(), os.environ["REPLICA_INCARNATION"]]
 def fail(word): print("before"); raise ValueError(word)
@@ -144,6 +148,35 @@ class OnKubernetes:
         return KubernetesExecutor(folder, **given)
 
 
+class OnHub:
+    """Machines that share a bucket. Their folders are their own: programs are told where to keep things."""
+
+    name, outlives = "hub", True
+    refusal = (ValueError, {"gpu": 64}, "gpu=64")
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    @staticmethod
+    def make(folder, env=(), **options):
+        given = dict(env) if isinstance(env, dict) else dict.fromkeys(env)
+        wishes = {"endpoint": os.environ["HUB"], "bucket": str(Path(folder).parent / "bucket")}
+        wishes["image"] = "python:3.11"
+        quick = {"time_limit_s": 600, "sync_s": 0.2, "poll_s": 0.2, "lag_s": 3, "command_s": 10}
+        found = {"grace_s": 1, "options": HFJobsOptions(**wishes | quick)} | options
+        return HFJobsExecutor(folder, env=given | {"KEPT": str(folder)}, **found)
+
+
+@pytest.fixture(scope="module")
+def hub_cluster():
+    with HubJobs(grace_s=1) as made:
+        there = {name: os.environ.get(name) for name in ("HUB", "HF_TOKEN")}
+        os.environ |= {"HUB": made.url, "HF_TOKEN": made.token}
+        yield made
+        for name, value in there.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 @pytest.fixture(scope="module")
 def kubernetes_cluster():
     if reason := KubernetesCluster.reason():
@@ -160,12 +193,12 @@ def ray_cluster():
         yield made
 
 
-@pytest.fixture(params=["local", "slurm", "ray", "kubernetes"])
+@pytest.fixture(params=["local", "slurm", "ray", "kubernetes", "hub"])
 def site(request):
     if request.param == "local":
         return Local()
     kinds = {"slurm": (OnSlurm, "cluster"), "ray": (OnRay, "ray_cluster")}
-    kinds["kubernetes"] = (OnKubernetes, "kubernetes_cluster")
+    kinds |= {"kubernetes": (OnKubernetes, "kubernetes_cluster"), "hub": (OnHub, "hub_cluster")}
     kind, cluster = kinds[request.param]
     return kind(request.getfixturevalue(cluster))
 
@@ -331,8 +364,8 @@ def test_collect_may_stop_waiting(executor):
 
 OWNER = """
     import json, sys, time
-    from test_launchers import Local, OnKubernetes, OnRay, OnSlurm
-    kinds = (Local, OnKubernetes, OnRay, OnSlurm)
+    from test_launchers import Local, OnHub, OnKubernetes, OnRay, OnSlurm
+    kinds = (Local, OnHub, OnKubernetes, OnRay, OnSlurm)
     make = {kind.name: kind for kind in kinds}[sys.argv[1]].make
     made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
     (quick,) = made.launch_replicas(1, "prog:add", [1])
@@ -415,6 +448,9 @@ def everything_readable(site, folder, handles):
         for handle in handles:
             texts.append(site.cluster.run("scontrol", "write", "batch_script", str(handle.pid), "-").encode())
         texts += [text.encode() for text in site.cluster.logs().values()]
+    if site.name == "hub":
+        texts += [json.dumps(machine.to_dict()).encode() for machine in site.cluster.machines.values()]
+        texts += [request.encode() for request in site.cluster.requests]
     if site.name == "kubernetes":
         texts += [request.encode() for request in site.cluster.api.requests]
     if site.name != "local":

@@ -367,6 +367,28 @@ def test_length_normalised_dpo_divides_both_models_sums():
     assert hinge.trace_replay_dpo.item() == pytest.approx((1 - margin).relu().mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("variant", ["dpo", "simpo"])
+def test_the_chosen_reply_is_kept_likely_by_its_own_mean(variant):
+    """Each pair's cross entropy is that of its own tokens, whatever the lengths; micro-batches add up."""
+    model, other = tiny.model(), tiny.model(seed=1)
+    batch = full_batch(model)
+    last = batch["dpo_chosen_response_mask"][0].nonzero()[-2:, 0]
+    batch["dpo_chosen_response_mask"][0, last] = 0  # a shorter reply among longer ones
+    batch |= reference_logprobs(other, batch)
+    options = dict(beta_replay=1.0, dpo_variant=variant)
+    plain = compose_loss(model, batch, **options)
+    found = compose_loss(model, batch, replay_nll=0.7, **options)
+    lengths = batch["dpo_chosen_response_mask"][:, 1:].sum(1)
+    sums = reference_logprobs(model, batch)["dpo_chosen_ref_logprobs"]
+    nll = -(sums / lengths).mean()
+    assert len(set(lengths.tolist())) > 1
+    wanted = plain.trace_replay_dpo + 0.7 * nll
+    assert found.trace_replay_dpo.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert found.metrics["nll"] == pytest.approx(nll.item(), rel=1e-5) and "nll" not in plain.metrics
+    halves = compose_loss(model, batch, replay_nll=0.7, counts={"replay": 2 * len(lengths)}, **options)
+    assert 2 * halves.trace_replay_dpo.item() == pytest.approx(found.trace_replay_dpo.item(), rel=1e-5)
+
+
 def test_a_leash_pulls_the_policy_channel():
     model = tiny.model()
     batch = full_batch(model)

@@ -55,6 +55,7 @@ OTHER = {
     "replay_label_smoothing": dict(replay_label_smoothing=0.2),
     "replay_dpo_beta": dict(replay_dpo_beta=0.5),
     "replay_length_normalised": dict(replay_length_normalised=True),
+    "replay_nll": dict(replay_nll=0.5),
     "simpo_beta": (dict(dpo_variant="simpo"), dict(dpo_variant="simpo", simpo_beta=1.0)),
     "simpo_gamma": (dict(dpo_variant="simpo"), dict(dpo_variant="simpo", simpo_gamma=0.2)),
     "policy_kind": dict(policy_kind="gspo"),

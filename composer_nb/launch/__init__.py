@@ -1,9 +1,12 @@
-"""Starting replicas: what every launcher promises, what runs inside a replica, and launchers for this machine and for clusters of Slurm, Ray and Kubernetes."""
+"""Starting replicas: what every launcher promises, what runs inside a replica, launchers for this machine, for clusters of Slurm, Ray and Kubernetes, and for rented machines."""
 
 from importlib import import_module
 from typing import Any
 
 _PLACES = {
+    "HFJobsError": "hf_jobs",
+    "HFJobsExecutor": "hf_jobs",
+    "HFJobsOptions": "hf_jobs",
     "JobSpec": "job",
     "KubernetesError": "kubernetes",
     "KubernetesExecutor": "kubernetes",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -24,14 +23,14 @@ from composer_nb.launch.kubernetes_job import (
     name_of,
 )
 from .queue_executor import QueueExecutor, SharedPlace, Submission
-from .queue_jobs import QueueError, QueueOptions, QueueState
-from .queue_script import ring
+from .queue_jobs import QueueError, QueueOptions, QueueState, launch_of
+from .queue_script import ring_all
 
 # %% auto #0
 __all__ = ['K8sExecutor', 'KubernetesError', 'load_configuration', 'words_of', 'asked_for', 'KubernetesApi', 'waits_for',
            'seconds_since', 'why_it_failed', 'pod_state', 'indexes', 'index_of', 'index_state', 'KubernetesQueue',
-           'TakingKubernetesQueue', 'job_number', 'first_rank', 'LookingKubernetesQueue', 'launch_of', 'job_name',
-           'jobs_of', 'TellingKubernetesQueue', 'KubernetesExecutor']
+           'TakingKubernetesQueue', 'job_number', 'first_rank', 'LookingKubernetesQueue', 'job_name', 'jobs_of',
+           'TellingKubernetesQueue', 'KubernetesExecutor']
 
 # %% ../../nbs/launching/08_kubernetes.ipynb #ku000007
 class KubernetesError(QueueError):
@@ -308,12 +307,6 @@ class LookingKubernetesQueue(TakingKubernetesQueue):
         return next((e.get("message", "") for e in events[::-1] if e.get("reason") == "FailedCreate"), "")
 
 # %% ../../nbs/launching/08_kubernetes.ipynb #ku000020
-def launch_of(number: int) -> tuple[str, int, int]:
-    "Launch, incarnation and first rank of a job's number."
-    rest, rank = divmod(number, 10**5)
-    return f"{rest // 1000:08x}", rest % 1000, rank
-
-
 def job_name(number: int) -> str:
     "The name of the Job with a number."
     launch, incarnation, rank = launch_of(number)
@@ -338,14 +331,9 @@ class TellingKubernetesQueue(LookingKubernetesQueue):
         if everything:  # the pod's first process is asked once more, and a second later all of it is gone
             self._delete_pods(tasks, grace_period_seconds=1)
             return
-        left = {ring(self.files(task), name): self.files(task) for task in tasks}
-        end = time.monotonic() + self._options.lag_s + 3
-        while time.monotonic() < end:
-            left = {b: files for b, files in left.items() if b.exists() and not (files / "exit").exists()}
-            if not left:
-                return
-            time.sleep(0.05)
-        raise KubernetesError(f"{len(left)} of {len(tasks)} replicas did not hear it: see `kubectl get pods`")
+        if deaf := ring_all([self.files(task) for task in tasks], name, self._options.lag_s + 3):
+            said = f"{deaf} of {len(tasks)} replicas did not hear it"
+            raise KubernetesError(f"{said}: see `kubectl get pods`")
 
     def cancel(self, tasks: Sequence[str]) -> None:
         for task in tasks:  # a pod that begins only now begins nothing

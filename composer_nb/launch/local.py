@@ -101,7 +101,7 @@ class Environment:
     "What replicas see of the environment, and what of it must not be shown."
 
     def __init__(self, env: EnvList, threads: int | None) -> None:
-        self.given, self._threads = read_env(env), thread_env(threads)
+        self.given, self.asked = (given := read_env(env)), thread_env(threads) | given
 
     def __call__(self, rank: int, gpu: Any, own: dict[str, str]) -> dict[str, str]:
         "The variables of one replica; `own` are those that the executor gives it."
@@ -109,7 +109,7 @@ class Environment:
         if "PYTHONPATH" in base:  # the replica runs in another folder
             parts = base["PYTHONPATH"].split(os.pathsep)
             base["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
-        return base | self._threads | gpu_env(gpu, rank) | self.given | own
+        return base | gpu_env(gpu, rank) | self.asked | own
 
     def mask(self, text: str) -> str:
         "The text with names in place of private values."

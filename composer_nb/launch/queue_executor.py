@@ -39,6 +39,7 @@ from composer_nb.launch.queue_jobs import (
     QueueOptions,
     QueueReader,
     QueueSupervisor,
+    number_of,
     read_verdict,
     seconds_of,
 )
@@ -82,6 +83,9 @@ class SharedPlace(Workplace):
         write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu, "grace_s": self.grace_s})
         return command
 
+    def refresh(self, launch: str) -> None:
+        "Brings what others wrote into the work folder; nothing here, where all see one."
+
     def discard(self, launch: str, ranks: Iterable[int], incarnation: int) -> None:
         "Takes away what was prepared for lives that will not begin."
         for rank in ranks:
@@ -109,7 +113,7 @@ class Submission:
     @property
     def number(self) -> int:
         "For a queue that leaves the numbers of jobs to others: another one for each submission."
-        return (int(self.launch, 16) * 1000 + self.incarnation) * 10**5 + self.ranks[0]
+        return number_of(self.launch, self.incarnation, self.ranks[0])
 
 
 _TIDY = """import os, runpy, sys
@@ -190,6 +194,7 @@ class Folders:
     def half_begun(self, handle: ReplicaHandle, after: int) -> dict[int, float]:
         "Later incarnations of a replica that have a folder and no handle, with the folder's age in seconds."
         found = {}
+        self.place.refresh(handle.launch)
         for path in self.place.files(handle.launch, handle.rank, 0).parent.glob(f"rank{handle.rank}-run*"):
             number = int(path.name.rpartition("run")[2])
             if number > after and not (path / "handle.json").exists():
@@ -198,6 +203,7 @@ class Folders:
 
     def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:
         "Of all lives that were submitted, in order."
+        self.place.refresh(launch)
         found = [
             ReplicaHandle.from_dict(json.loads(path.read_text()))
             for path in self.place.workdir.glob(f"replicas/{launch}/rank{rank}-run*/handle.json")
@@ -407,13 +413,17 @@ class QueueExecutor(LaunchingExecutor):
             raise TypeError(f"options={options!r:.60}: pass {self.kind.__name__}")
         self.log_dir = Path(log_dir).resolve() if log_dir is not None else self.workdir / "logs"
         queue, register = self.open_queue(grace_s), self._register
-        place = SharedPlace(self.workdir, self.log_dir, os.fspath(python), self._environment, grace_s)
+        place = self.open_place(os.fspath(python), grace_s)
         place.own_names = self.options.own_names
         reader = QueueReader(queue, self.options.poll_s)
         self._supervisor = QueueSupervisor(register, limits, reader, self._environment)
         self._adopter = Adopter(Shelf(place, self.options, queue), register, self._supervisor)
         submitter, limit_s = Submitter(place, queue), self.options.time_limit_s
         self._launcher = QueueLauncher(self._adopter, submitter, register, self._supervisor, limit_s)
+
+    def open_place(self, python: str, grace_s: float) -> SharedPlace:
+        "Where its lives are."
+        return SharedPlace(self.workdir, self.log_dir, python, self._environment, grace_s)
 
     @abstractmethod
     def open_queue(self, grace_s: float) -> SubmittingQueue:

@@ -20,9 +20,9 @@ from .job import Status, check_seconds
 from .local import Environment, Life, Limits, Register, Supervisor, how_it_ended, overdue
 
 # %% auto #0
-__all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', 'Queue', 'read_exit', 'read_note', 'QueueJob',
-           'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'tell_jobs', 'end_jobs', 'read_verdict',
-           'seconds_of', 'settle', 'QueueWatcher', 'QueueSupervisor']
+__all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', 'Queue', 'read_exit', 'read_note', 'number_of',
+           'launch_of', 'QueueJob', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'tell_jobs',
+           'end_jobs', 'read_verdict', 'seconds_of', 'settle', 'QueueWatcher', 'QueueSupervisor']
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #qj000002
 class QueueError(RuntimeError):
@@ -134,6 +134,17 @@ def read_note(path: Path) -> str:
         return path.read_text().partition(" ")[2].strip()
     except FileNotFoundError:
         return ""
+
+# %% ../../nbs/launching/05_queue_jobs.ipynb #sj000107n
+def number_of(launch: str, incarnation: int, rank: int) -> int:
+    "A number of its own for each submission, made of what it is and of its first rank."
+    return (int(launch, 16) * 1000 + incarnation) * 10**5 + rank
+
+
+def launch_of(number: int) -> tuple[str, int, int]:
+    "The reverse of `number_of`."
+    rest, rank = divmod(number, 10**5)
+    return f"{rest // 1000:08x}", rest % 1000, rank
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #sj000107a
 @dataclass

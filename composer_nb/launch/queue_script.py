@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['SCRIPT', 'HEARD', 'ring', 'ScriptWords', 'life_script']
+__all__ = ['SCRIPT', 'HEARD', 'ring', 'ring_all', 'ScriptWords', 'life_script']
 
 # %% ../../nbs/launching/05_queue_script.ipynb #qs000007
 SCRIPT = """#!/bin/sh
@@ -64,6 +65,15 @@ def ring(files: Path, name: str) -> Path:
     bell = files / f"bell.{name}"
     bell.touch(mode=0o600)
     return bell
+
+
+def ring_all(lives: Sequence[Path], name: str, seconds: float) -> int:
+    "Rings in the folders of lives; how many of them neither heard it nor ended within so many seconds."
+    left, end = {ring(files, name): files for files in lives}, time.monotonic() + seconds
+    while left and time.monotonic() < end:
+        time.sleep(0.05)
+        left = {b: files for b, files in left.items() if b.exists() and not (files / "exit").exists()}
+    return len(left)
 
 # %% ../../nbs/launching/05_queue_script.ipynb #qs000011
 @dataclass(frozen=True)

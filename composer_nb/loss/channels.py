@@ -33,7 +33,7 @@ from ..forward.sharing import SharedForwardPass, shared_forward_pass
 from ..forward.states import ForwardPass, causal_lm, head_shortcut
 from .config import HintOptions, LossConfig, PolicyTermOptions, PreferenceOptions
 from ..policy import policy_denominator, policy_loss
-from ..preference import dpo_loss, reduce_pairs, sequence_logprobs, simpo_loss
+from ..preference import anchored, dpo_loss, reduce_pairs, sequence_logprobs, simpo_loss
 
 # %% auto #0
 __all__ = ['Channel', 'policy_channel', 'policy_on_logprobs', 'distillation_channel', 'row_weights', 'streamed_distillation',
@@ -396,13 +396,16 @@ def preference_on_logprobs(
     shape = dict(label_smoothing=config.replay_label_smoothing, loss_type=config.replay_loss_type)
     if config.dpo_variant == "simpo":
         output = simpo_loss(chosen, rejected, beta=config.simpo_beta, gamma=config.simpo_gamma, **shape)
+        mean = chosen
     else:
         sides = [chosen, rejected, inputs["dpo_chosen_ref_logprobs"], inputs["dpo_rejected_ref_logprobs"]]
-        if config.replay_length_normalised:  # both models' sums over the same reply, divided by its length
+        if config.replay_length_normalised or config.replay_nll:
             masks = [inputs[f"dpo_{side}_response_mask"].bool()[:, 1:] for side in ("chosen", "rejected")]
-            lengths = [mask.sum(1).clamp(min=1) for mask in masks]
-            sides = [logp / lengths[i % 2] for i, logp in enumerate(sides)]
+            means = [logp / masks[i % 2].sum(1).clamp(min=1) for i, logp in enumerate(sides)]
+            mean, sides = means[0], means if config.replay_length_normalised else sides
         output = dpo_loss(*sides, beta=config.replay_dpo_beta, **shape)
-    named = (("margin", output.margin), ("accuracy", output.accuracy))
-    metrics = {name: reduce_pairs(values).item() for name, values in named}
+    named = {"margin": output.margin, "accuracy": output.accuracy}
+    if config.replay_nll:
+        output, named = anchored(output, mean, config.replay_nll), named | {"nll": -mean.detach()}
+    metrics = {name: reduce_pairs(values).item() for name, values in named.items()}
     return reduce_pairs(output.losses, denominator=count), len(chosen), metrics

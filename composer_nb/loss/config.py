@@ -218,6 +218,7 @@ class PreferenceOptions:
     replay_label_smoothing: float = option(0.0, "believed share of swapped labels")
     replay_dpo_beta: float = option(0.1, "DPO: temperature of the margin")
     replay_length_normalised: bool = option(False, "DPO: log-probs per token")
+    replay_nll: float = option(0.0, "weight of the chosen reply's cross entropy per token; 0 is none")
     simpo_beta: float = option(2.0, "SimPO: temperature of the margin")
     simpo_gamma: float = option(1.0, "SimPO: the margin asked for, nats")
 
@@ -227,6 +228,7 @@ class PreferenceOptions:
         require_choice(self, "dpo_variant", ("dpo", "simpo"))
         require_choice(self, "replay_loss_type", get_args(PreferenceLoss))
         require(self, "replay_label_smoothing", 0.0, 0.5, "the believed share of swapped labels")
+        require(self, "replay_nll", 0.0, math.inf, _WEIGHT)
         for name in ("replay_dpo_beta", "simpo_beta"):
             require(self, name, 0.0, math.inf, "must be positive and finite", open_low=True)
         require(self, "simpo_gamma", -math.inf, math.inf, "a margin in nats")

@@ -125,6 +125,8 @@ class KeptGradients(ToldOnce):
 class StepReport(KeptGradients):
     "Sums over the micro-batches of a step, and warnings given once; `mean` averages a vector over processes."
 
+    of_pairs: tuple[str, ...] = ("margin", "accuracy")  # what is logged of channel 3 beside its loss
+
     def __init__(self, processes: int, mean: Callable[[Tensor], Tensor], dark_steps: int = 10) -> None:
         self.processes, self.mean = processes, mean
         self.sums: dict[str, float] = defaultdict(float)
@@ -140,7 +142,7 @@ class StepReport(KeptGradients):
             self.sums[f"{name}__weight"] = weight
             self.sums[f"{name}__loss"] += parts.lit[name].item() if name in parts.lit else 0.0
             self.sums[f"{name}__{COUNTED[name]}"] += parts.scored[name]
-        for name in ("margin", "accuracy") if "replay" in weights else ():
+        for name in self.of_pairs if "replay" in weights else ():
             self.sums[f"replay__{name}"] += parts.metrics.get(name, 0.0) * share
 
     def flush(self, device: torch.device) -> dict[str, float]:

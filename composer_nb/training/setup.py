@@ -166,6 +166,7 @@ class ChannelSetup(GatedTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **others)
         mean = lambda values: self.accelerator.reduce(values, reduction="mean")  # noqa: E731
         self.report = StepReport(self.accelerator.num_processes, mean, args.dark_steps)
+        self.report.of_pairs += ("nll",) if args.replay_nll else ()
         self.pairs_per_step = args.pairs_per_step or args.per_device_train_batch_size
         self._collate = ComposerDataCollator(self._text_tokenizer(), template=dict(self._placer().template))
         self.teacher = teacher_of(self)

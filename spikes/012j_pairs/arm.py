@@ -25,7 +25,8 @@ from composer_nb.tasks.house_rules import HouseRules
 from composer_nb.traces import DPOPair
 from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer
 
-OWN = frozenset("pair_set pair_weight pair_variant pairs_per_step".split())
+OWN = frozenset("pair_set pair_weight pair_variant pairs_per_step pair_nll".split())
+EARLIER = {"pair_nll": 0.0}  # a setting that older plans do not name, and what it was then
 VARIANTS = ("simpo", "dpo")
 
 
@@ -51,7 +52,7 @@ def script(spec: dict) -> ModuleType:
     found.loader.exec_module(arm)
     arm.ARMS |= {name: (dict(alpha_sdpo=0.0), "") for name in ("pairs", "pairs_alone")}
     if spec["arm"] in ("pairs", "pairs_alone"):
-        more = dict(beta_replay=spec["pair_weight"], dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"])
+        more = dict(beta_replay=spec["pair_weight"], dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"], replay_nll=spec["pair_nll"])
         arm.ComposerConfig = lambda *a, **options: ComposerConfig(*a, **options | more)
         kind = PairsAlone if spec["arm"] == "pairs_alone" else ComposerReplicationTrainer
         arm.ComposerReplicationTrainer = partial(kind, preference_dataset=pairs_of(arm, spec))
@@ -64,10 +65,13 @@ def refuse(spec: dict) -> None:
         raise ValueError(f"settings missing: {sorted(missing)}")
     if spec["pair_variant"] not in VARIANTS or not spec["pair_weight"] > 0:
         raise ValueError(f"pair_variant={spec['pair_variant']!r} of {VARIANTS}, pair_weight={spec['pair_weight']} above 0")
+    if not spec["pair_nll"] >= 0:
+        raise ValueError(f"pair_nll={spec['pair_nll']}: a weight, 0 or more")
 
 
 def cell(spec: dict, folder: str, say: Any = print) -> dict:
     "What a cell answers: figures and series."
+    spec = EARLIER | spec
     refuse(spec)
     arm = script(spec)
     spec = arm.EARLIER | spec

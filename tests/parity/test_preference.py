@@ -17,7 +17,7 @@ from trl import DPOTrainer
 from trl.experimental.cpo import CPOTrainer
 
 from composer_nb.core import shift, token_logprobs
-from composer_nb.preference import dpo_loss, sequence_logprobs, simpo_loss
+from composer_nb.preference import anchored, dpo_loss, sequence_logprobs, simpo_loss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
@@ -86,15 +86,15 @@ ACCELERATOR = SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same
 
 
 def trl_dpo(
-    logps: Tensor, ref: Tensor, *, beta: float, loss_type: str
+    logps: Tensor, ref: Tensor, *, beta: float, loss_type: str, nll: float = 0.0
 ) -> tuple[Tensor, dict[str, list[float]]]:
     "`DPOTrainer._compute_loss` on prepared log-probabilities, chosen rows first; loss and logged metrics."
     stub = SimpleNamespace(
         model=SimpleNamespace(training=False),
         accelerator=ACCELERATOR,
         beta=beta,
-        loss_types=[loss_type],
-        loss_weights=[1.0],
+        loss_types=[loss_type, "sft"] if nll else [loss_type],
+        loss_weights=[1.0, nll] if nll else [1.0],
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
         ld_alpha=None,
@@ -138,6 +138,19 @@ def test_dpo_equals_trl(token_logps: tuple[Tensor, Tensor], beta: float, loss_ty
     assert out.chosen_rewards.mean().item() == pytest.approx(metrics["rewards/chosen"][0], rel=1e-12)
     assert out.margin.mean().item() == pytest.approx(metrics["rewards/margins"][0], rel=1e-12)
     assert out.accuracy.mean().item() == metrics["rewards/accuracies"][0]
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_the_chosen_replys_cross_entropy(token_logps: tuple[Tensor, Tensor], weight: float) -> None:
+    "Replies of one length: there TRL's mean over all tokens is the mean over replies."
+    logps, ref = token_logps
+    ones = torch.ones_like(logps)
+    sides = [side for values in (logps, ref) for side in sequence_logprobs(values, ones).chunk(2)]
+    mean = sequence_logprobs(logps, ones, average=True).chunk(2)[0]
+    ours = anchored(dpo_loss(*sides, beta=0.3), mean, weight).losses.mean()
+    theirs, _ = trl_dpo(logps, ref, beta=0.3, loss_type="sigmoid", nll=weight)
+    close(ours, theirs)
+    close(*(torch.autograd.grad(loss, logps)[0] for loss in (ours, theirs)))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
