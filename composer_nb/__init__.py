@@ -13,9 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .batch import ComposerDataCollator, DPOPair, Rollout, build_batch
+    from .launch.hf_jobs import HFJobsExecutor
     from .launch.job import ServerlessExecutor
     from .launch.kubernetes import K8sExecutor
     from .launch.local import LocalProcessExecutor
+    from .launch.sagemaker import SageMakerExecutor
     from .diloco.manager import MockManager, ObjectStoreAllReduce, ObjectStoreManager
     from .diloco.outer_loop import make_diloco_outer_loop
     from .distillation.divergence import generalized_jsd_loss
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
 # The one place that says where a public name lives; the imports above repeat it for type checkers, and a test compares.
 _MODULES: dict[str, tuple[str, ...]] = {
     "batch": ("ComposerDataCollator", "DPOPair", "Rollout", "build_batch"),
+    "launch.hf_jobs": ("HFJobsExecutor",),
     "launch.job": ("ServerlessExecutor",),
     "launch.kubernetes": ("K8sExecutor",),
     "launch.local": ("LocalProcessExecutor",),
+    "launch.sagemaker": ("SageMakerExecutor",),
     "diloco.manager": ("MockManager", "ObjectStoreAllReduce", "ObjectStoreManager"),
     "diloco.outer_loop": ("make_diloco_outer_loop",),
     "distillation.divergence": ("generalized_jsd_loss",),
@@ -65,8 +69,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 _PLANNED = {
     "ModalExecutor": "launch.modal",
-    "HFJobsExecutor": "launch.hf_jobs",
-    "SageMakerExecutor": "launch.sagemaker",
 }
 
 __all__ = ["__version__", *sorted(_PLACES)]

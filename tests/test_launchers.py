@@ -1,9 +1,9 @@
-"""One suite for all executors: what a launcher promises holds for processes, clusters and a hub.
+"""One suite for all executors: what a launcher promises holds for processes, clusters and rented machines.
 
 The clusters of Slurm and Ray are real ones, of two nodes on this machine (`drills.slurm_cluster`,
-`drills.ray_cluster`); of Kubernetes and of the hub the clients are real and the rest is imitated
-(`drills.kubernetes_cluster`, `drills.hub_jobs`). Where one cannot be started, its cases are skipped, and the
-reason names the remedy.
+`drills.ray_cluster`). Of Kubernetes, of the hub and of SageMaker the clients are real and the rest is
+imitated (`drills.kubernetes_cluster`, `drills.hub_jobs`, `drills.sagemaker_jobs`). Where one cannot be
+started, its cases are skipped, and the reason names the remedy.
 """
 
 import inspect
@@ -24,6 +24,7 @@ import pytest
 from composer_nb.drills.hub_jobs import HubJobs
 from composer_nb.drills.kubernetes_cluster import KubernetesCluster
 from composer_nb.drills.ray_cluster import RayCluster
+from composer_nb.drills.sagemaker_jobs import SageMakerJobs
 from composer_nb.drills.slurm_cluster import SlurmCluster
 from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.hf_jobs import HFJobsExecutor, HFJobsOptions
@@ -34,6 +35,7 @@ from composer_nb.launch.local import LocalProcessExecutor
 from composer_nb.launch.queue_executor import QueueExecutor, Submission
 from composer_nb.launch.queue_jobs import QueueError, QueueOptions, QueueState, read_exit
 from composer_nb.launch.ray import Holder, RayError, RayExecutor, RayOptions, holder_by_source, same_address
+from composer_nb.launch.sagemaker import SageMakerExecutor, SageMakerOptions
 from composer_nb.launch.slurm import SlurmExecutor
 from composer_nb.launch.slurm_commands import (
     SlurmError,
@@ -167,6 +169,34 @@ class OnHub:
         return HFJobsExecutor(folder, env=given | {"KEPT": str(folder)}, **found)
 
 
+class OnSageMaker:
+    name, outlives, shows_environment = "sagemaker", True, True
+    refusal = (ValueError, {"gpu": 64}, "gpu=64")
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    @staticmethod
+    def make(folder, env=(), **options):
+        given = dict(env) if isinstance(env, dict) else dict.fromkeys(env)
+        wishes = {"endpoint": os.environ["CLOUD"], "bucket": str(Path(folder).parent / "bucket")}
+        wishes |= {"image": "123.dkr.ecr/train:1", "role": "arn:aws:iam::123:role/train", "region": "here-1"}
+        quick = {"time_limit_s": 600, "sync_s": 0.2, "poll_s": 0.2, "lag_s": 3, "command_s": 10}
+        options = {"grace_s": 1, "options": SageMakerOptions(output="s3://out", **wishes | quick)} | options
+        return SageMakerExecutor(folder, env=given | {"KEPT": str(folder)}, **options)
+
+
+@pytest.fixture(scope="module")
+def sagemaker_cluster():
+    with SageMakerJobs() as made:
+        told = {"CLOUD": made.url, "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "none"}
+        there = {name: os.environ.get(name) for name in told}
+        os.environ |= told
+        yield made
+        for name, value in there.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 @pytest.fixture(scope="module")
 def hub_cluster():
     with HubJobs(grace_s=1) as made:
@@ -193,12 +223,13 @@ def ray_cluster():
         yield made
 
 
-@pytest.fixture(params=["local", "slurm", "ray", "kubernetes", "hub"])
+@pytest.fixture(params=["local", "slurm", "ray", "kubernetes", "hub", "sagemaker"])
 def site(request):
     if request.param == "local":
         return Local()
     kinds = {"slurm": (OnSlurm, "cluster"), "ray": (OnRay, "ray_cluster")}
     kinds |= {"kubernetes": (OnKubernetes, "kubernetes_cluster"), "hub": (OnHub, "hub_cluster")}
+    kinds["sagemaker"] = (OnSageMaker, "sagemaker_cluster")
     kind, cluster = kinds[request.param]
     return kind(request.getfixturevalue(cluster))
 
@@ -325,6 +356,8 @@ def test_a_restart_that_another_launcher_is_at(site, folder):
         assert sorted(half.iterdir()) == before and made.find_handles() == [handle]
         long_ago = time.time() - 3600
         os.utime(half, (long_ago, long_ago))
+        if site.name in ("hub", "sagemaker"):  # clocks of machines differ: since this launcher first saw it
+            made._place.mirror.life(half.relative_to(folder).as_posix()).born -= 3600
         again = made.restart(handle)
         assert again.incarnation == 2 and made.collect([again], timeout=60)[0].value == [2, 0, 1, "2"]
 
@@ -364,12 +397,13 @@ def test_collect_may_stop_waiting(executor):
 
 OWNER = """
     import json, sys, time
-    from test_launchers import Local, OnHub, OnKubernetes, OnRay, OnSlurm
-    kinds = (Local, OnHub, OnKubernetes, OnRay, OnSlurm)
+    from test_launchers import Local, OnHub, OnKubernetes, OnRay, OnSageMaker, OnSlurm
+    kinds = (Local, OnHub, OnKubernetes, OnRay, OnSageMaker, OnSlurm)
     make = {kind.name: kind for kind in kinds}[sys.argv[1]].make
-    made = make(sys.argv[2], env={"A_SECRET": "sesame-open-1234"})
+    name = "A_WORD" if sys.argv[1] == "sagemaker" else "A_SECRET"
+    made = make(sys.argv[2], env={name: "sesame-open-1234"})
     (quick,) = made.launch_replicas(1, "prog:add", [1])
-    handles = [quick, *made.launch_replicas(2, "prog:hold", ["A_SECRET", 60])]
+    handles = [quick, *made.launch_replicas(2, "prog:hold", [name, 60])]
     made.collect([quick])
     while not all("held" in made.tail(h) for h in handles[1:]): time.sleep(0.05)
     print(json.dumps([handle.to_dict() for handle in handles]), flush=True)
@@ -395,7 +429,8 @@ def test_the_launcher_dies(site, folder):
         until(lambda: marked(*map(mark_of, handles)) == [])
         return
     assert len(marked(*map(mark_of, handles[1:]))) >= 2
-    with site.make(folder, env={"A_SECRET": SECRET}) as other:
+    name = "A_WORD" if site.name == "sagemaker" else "A_SECRET"
+    with site.make(folder, env={name: SECRET}) as other:
         with pytest.raises(ValueError, match="not started by this executor"):
             other.poll(handles[0])
         assert (
@@ -461,6 +496,15 @@ def everything_readable(site, folder, handles):
 
 
 def test_secrets_nowhere(site, folder):
+    if getattr(site, "shows_environment", False):  # there a secret is refused
+        before = len(site.cluster.requests)
+        with site.make(folder, env={"STORE_SECRET_KEY": SECRET}) as made:
+            with pytest.raises(ValueError, match="STORE_SECRET_KEY, which says that it is a secret"):
+                made.launch_replicas(1, "prog:hold", ["STORE_SECRET_KEY", 30])
+        assert not any(SECRET in request for request in site.cluster.requests[before:])
+        kept = [path for path in folder.parent.rglob("*") if path.is_file()]
+        assert kept and [path for path in kept if SECRET.encode() in path.read_bytes()] == []
+        return
     with site.make(folder, env={"STORE_SECRET_KEY": SECRET}) as made:
         (running,) = made.launch_replicas(1, "prog:hold", ["STORE_SECRET_KEY", 30])
         (failing,) = made.launch_replicas(1, "prog:say", ["STORE_SECRET_KEY"])

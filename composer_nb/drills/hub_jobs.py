@@ -56,6 +56,8 @@ class Machine:
         self._process: subprocess.Popen | None = None
         self._limit_s = float(told.get("timeoutSeconds") or 1800)
         self._cancelled = threading.Event()
+        self._began: float | None = None
+        self._over: float | None = None
 
     def begin(self, images: tuple[str, ...]) -> None:
         """In a thread of its own, until the job is over."""
@@ -72,7 +74,7 @@ class Machine:
                 self.told["command"], env=given, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        self.stage, self.started = "RUNNING", _now()
+        self.stage, self.started, self._began = "RUNNING", _now(), time.monotonic()
         end = time.monotonic() + self._limit_s
         while self._process.poll() is None and time.monotonic() < end and not self._cancelled.is_set():
             time.sleep(0.02)
@@ -100,7 +102,7 @@ class Machine:
             time.sleep(0.01)
 
     def _end(self, stage: str, message: str | None) -> None:
-        self.finished, self.stage, self.message = _now(), stage, message
+        self.finished, self.stage, self.message, self._over = _now(), stage, message, time.monotonic()
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -115,10 +117,11 @@ class Machine:
         shown = {name: self.told.get(name) for name in ("dockerImage", "command", "environment", "flavor", "labels")}
         times = {"createdAt": self.created, "startedAt": self.started, "finishedAt": self.finished}
         secrets = sorted(self.told.get("secrets", {}))
+        ran = None if self._began is None else int((self._over or time.monotonic()) - self._began)
         owner = {"id": "0", "name": "me", "type": "user"}
         return {
             "id": self.id, **shown, **times, "arguments": [], "secrets": secrets, "owner": owner,
-            "status": {"stage": self.stage, "message": self.message},
+            "status": {"stage": self.stage, "message": self.message}, "durations": {"runningSecs": ran},
         }  # fmt: skip
 
 
@@ -156,6 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not parts or parts[0] != "me":
             return self.tell(403, {"error": f"You have no rights in the namespace {(parts or [''])[0]}"})
         if len(parts) == 1:
+            time.sleep(hub.late_s if body else 0)
             asked = parse_qsl(url.query)
             return self.tell(*(hub.take(json.loads(body)) if body else (200, hub.listed(asked))))
         machine = hub.machines.get(parts[1])
@@ -179,6 +183,7 @@ class HubJobs:
         self.machines: dict[str, Machine] = {}
         self.requests: list[str] = []
         self.silent = threading.Event()
+        self.late_s = 0.0  # for which it holds a new job back
         self._grace_s, self.folder = grace_s, Path(tempfile.mkdtemp(prefix="hub-"))
         self._lock = threading.Lock()
 

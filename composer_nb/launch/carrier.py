@@ -25,47 +25,49 @@ from .local import Life, Task, Workplace
 from .parcel import Parcel, at_home, unpack
 
 # %% auto #0
-__all__ = ['PIECE', 'OWN_NAMES', 'Reporter', 'Surroundings', 'Exchange', 'watched', 'last_words', 'Carrier', 'main']
+__all__ = ['PIECE', 'PIECES', 'OWN_NAMES', 'Reporter', 'Surroundings', 'Ending', 'Exchange', 'watched', 'last_words', 'may_begin',
+           'cannot_begin', 'started_in', 'Carrier', 'main']
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000007
-PIECE = 2**18
+PIECE, PIECES = 2**18, 8
 
 
 class Reporter:
-    "Brings what a local life writes into its bucket."
+    "Brings what a local life writes into its bucket, at most so many `PIECES` of its log at once."
 
-    def __init__(self, life: Bucket, files: Path, log: Path) -> None:
-        self._life, self._files, self._log = life, files, log
-        self._seen: dict[str, int] = {}
+    def __init__(self, life: Bucket) -> None:
+        self._life, self._seen = life, dict[str, int]()
         self._results = len(life.list("result/"))
         self._before = sum(entry.size for entry in life.entries("log/").values())
         self._piece, self._length = 0, 0  # where the last piece begins, and how long it was
 
-    def report(self) -> None:
-        "All that is new. Raises BucketError."
-        self._if_new("heartbeat", lambda at: self._life.put("heartbeat", str(at).encode()))
-        self._if_new("result.json", self._result)
-        with open(self._log, "rb") as file:
-            file.seek(self._piece)
-            while len(data := file.read(PIECE)) > self._length:
-                self._life.put(f"log/{self._before + self._piece:012d}", data)
-                self._length = len(data)
+    def report(self, files: Path, log: Path) -> bool:
+        "What is new; whether that was all. Raises BucketError."
+        self._if_new(files / "heartbeat", lambda at: self._life.put("heartbeat", str(at).encode()))
+        self._if_new(files / "result.json", lambda _: self._result(files))
+        with open(log, "rb") as file:
+            for _ in range(PIECES):
+                file.seek(self._piece)
+                if len(data := file.read(PIECE)) > self._length:
+                    self._life.put(f"log/{self._before + self._piece:012d}", data)
+                    self._length = len(data)
                 if self._length < PIECE:
-                    return
+                    return True
                 self._piece, self._length = self._piece + PIECE, 0
+        return False
 
-    def _if_new(self, name: str, send: Callable[[int], None]) -> None:
+    def _if_new(self, path: Path, send: Callable[[int], None]) -> None:
         with suppress(FileNotFoundError):
-            if (at := (self._files / name).stat().st_mtime_ns) != self._seen.get(name):
+            if (at := path.stat().st_mtime_ns) != self._seen.get(path.name):
                 send(at)
-                self._seen[name] = at
+                self._seen[path.name] = at
 
-    def _result(self, at: int) -> None:
-        self._life.put(f"result/{self._results:06d}", (self._files / "result.json").read_bytes())
+    def _result(self, files: Path) -> None:
+        self._life.put(f"result/{self._results:06d}", (files / "result.json").read_bytes())
         self._results += 1
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000009
-OWN_NAMES = frozenset({"CARRIER_BUCKET", "CARRIER_LIFE", "CARRIER_SYNC"})
+OWN_NAMES = frozenset({"CARRIER_BUCKET", "CARRIER_LIFE", "CARRIER_NONCE", "CARRIER_SYNC"})
 _BELLS = {"bell.TERM": signal.SIGTERM, "bell.USR1": signal.SIGUSR1, "bell.USR2": signal.SIGKILL}
 
 
@@ -79,23 +81,43 @@ class Surroundings:
         return mine | {"PYTHONUNBUFFERED": "1"} | dict(own)
 
 
+class Ending:
+    "Hands a SIGTERM on, whenever it comes: before the program begins, while it runs, and after it."
+
+    def __init__(self) -> None:
+        self.told, self.process = float("inf"), None
+
+    process: subprocess.Popen | None
+
+    def __call__(self, *_: Any) -> None:
+        self.told = min(self.told, time.monotonic())
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def begin(self, process: subprocess.Popen) -> None:
+        self.process = process
+        if self.told < float("inf"):
+            self()
+
+# %% ../../nbs/launching/10_carrier.ipynb #ca000009b
 @dataclass
 class Exchange:
     "What a running life and its bucket tell each other."
 
-    life: Bucket
-    process: subprocess.Popen
+    bucket: Bucket
     reporter: Reporter
+    life: Life
     lost: bool = False
+    whole: bool = False
 
     def __call__(self) -> bool:
-        "Once, both ways; whether the bucket answered."
+        "Once, both ways; whether the bucket answered. `whole` is whether all is said."
         try:
-            self.reporter.report()
-            for name in self.life.list("bell."):
-                if self.process.poll() is None and name in _BELLS:
-                    self.process.send_signal(_BELLS[name])
-                self.life.delete(name)
+            for name in self.bucket.list("bell."):
+                if self.life.process.poll() is None and name in _BELLS:
+                    self.life.process.send_signal(_BELLS[name])
+                self.bucket.delete(name)
+            self.whole = self.reporter.report(self.life.files, self.life.handle.log)
         except BucketError as error:
             if not self.lost:
                 print(f"carrier: {error}; trying again", file=sys.stderr, flush=True)
@@ -105,80 +127,100 @@ class Exchange:
         return True
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000010
-def watched(exchange: Exchange, grace_s: float, sync_s: float) -> int:
-    "Exchanges until the program has ended; its exit code, as a shell has it. For the main thread."
-    process, end = exchange.process, [float("inf")]
-
-    def told(*_: Any) -> None:
-        process.send_signal(signal.SIGTERM)
-        end[0] = min(end[0], time.monotonic() + grace_s)
-
-    before = signal.signal(signal.SIGTERM, told)
-    try:
-        while process.poll() is None:
-            exchange()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(min(sync_s, 0.2) if end[0] < float("inf") else sync_s)
-            if time.monotonic() > end[0]:
-                process.kill()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def watched(exchange: Exchange, ending: Ending, grace_s: float, sync_s: float) -> int:
+    "Exchanges until the program has ended; its exit code, as a shell has it."
+    process = exchange.life.process
+    while process.poll() is None:
+        if time.monotonic() > ending.told + grace_s:
+            process.kill()
+        exchange()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(sync_s, 0.2) if ending.told < float("inf") else sync_s)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def last_words(exchange: Exchange, code: int, patience_s: float, sync_s: float) -> None:
-    "What is left to say, and then the exit code. Raises BucketError."
+    "What is left to say, as long as there is patience, and then the exit code. Raises BucketError."
     end = time.monotonic() + patience_s
-    while not exchange() and time.monotonic() < end:
-        time.sleep(sync_s)
-    exchange.life.put("exit", f"{code}\n".encode())
+    while not (exchange() and exchange.whole) and time.monotonic() < end:
+        time.sleep(sync_s if exchange.lost else 0.0)
+    exchange.bucket.put("exit", f"{code}\n".encode())
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000010b
+def may_begin(life: Bucket, parcel: Parcel, nonce: str) -> bool:
+    "Whether this machine is to run this life; if so, that is written down."
+    if parcel.nonce != nonce or any(life.exists(name) for name in ("over", "ended.json")):
+        return False
+    line = f"{os.uname().nodename}\n".encode()
+    if life.put_if_absent("began", line):
+        return True
+    if parcel.again:
+        life.delete("exit")  # of the machine that was taken away
+        life.put("began", life.get("began") + line)
+    return parcel.again
+
+
+def cannot_begin(life: Bucket, code: int, said: str) -> int:
+    "Says why in the life's log, and how it ended."
+    life.put(f"log/{sum(entry.size for entry in life.entries('log/').values()):012d}", said.encode())
+    life.put("exit", f"{code}\n".encode())
+    return code
+
+# %% ../../nbs/launching/10_carrier.ipynb #ca000010e
+def started_in(scratch: Path, parcel: Parcel, bucket: Bucket) -> Life:
+    "A parcel's program, just begun."
+    work = scratch / "work"
+    place = Workplace(work, scratch / "logs", sys.executable, Surroundings(), parcel.grace_s)
+    if parcel.code:
+        unpack(bucket.get(parcel.code), work)
+    task = Task(at_home(parcel.program, work), parcel.args)
+    return place.start(task, parcel.launch, parcel.rank, parcel.world_size, parcel.incarnation)
+
+# %% ../../nbs/launching/10_carrier.ipynb #ca000010c
 @dataclass
 class Carrier:
-    "Runs the life that lies below `key` in a folder `scratch` of this machine."
+    "Runs the life that lies below `key` in a folder `scratch` of this machine. For the main thread."
 
     bucket: Bucket
     key: str
     scratch: Path
+    nonce: str = ""
     sync_s: float = 2.0
     patience_s: float = 120.0
 
     def carry(self) -> int:
         "The exit code, as a shell has it; 125 where nothing was begun."
-        life = self.bucket.under(self.key)
-        if life.exists("over"):
-            return 125
-        began = life.get("began") if life.exists("began") else b""
-        life.put("began", began + f"{os.uname().nodename}\n".encode())
+        ending = Ending()
+        before = signal.signal(signal.SIGTERM, ending)
         try:
+            life = self.bucket.under(self.key)
             parcel = Parcel.from_bytes(life.get("carry.json"))
-            started = self._start(parcel)
-        except Exception:
-            life.put(f"log/{0:012d}", traceback.format_exc().encode())
-            life.put("exit", b"125\n")
-            raise
-        exchange = Exchange(life, started.process, Reporter(life, started.files, started.handle.log))
-        code = watched(exchange, parcel.grace_s, self.sync_s)
-        end_marked(parcel.grace_s, started.mark)
+            if not may_begin(life, parcel, self.nonce):
+                return 125
+            reporter = Reporter(life)
+            try:
+                started = started_in(self.scratch, parcel, self.bucket)
+            except Exception:
+                return cannot_begin(life, 125, traceback.format_exc())
+            ending.begin(started.process)
+            return self._live(Exchange(life, reporter, started), ending, parcel.grace_s)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _live(self, exchange: Exchange, ending: Ending, grace_s: float) -> int:
+        code = watched(exchange, ending, grace_s, self.sync_s)
+        end_marked(grace_s, exchange.life.mark)
         last_words(exchange, code, self.patience_s, self.sync_s)
         return code
 
-    def _start(self, parcel: Parcel) -> Life:
-        work = self.scratch / "work"
-        place = Workplace(work, self.scratch / "logs", sys.executable, Surroundings(), parcel.grace_s)
-        if parcel.code:
-            unpack(self.bucket.get(parcel.code), work)
-        task = Task(at_home(parcel.program, work), parcel.args)
-        return place.start(task, parcel.launch, parcel.rank, parcel.world_size, parcel.incarnation)
-
-# %% ../../nbs/launching/10_carrier.ipynb #ca000010c
+# %% ../../nbs/launching/10_carrier.ipynb #ca000010d
 def main() -> int:
-    "Carries the life that the environment names: its bucket, its key, and the seconds between two exchanges."
-    bucket = open_bucket(os.environ["CARRIER_BUCKET"])
+    "Carries the life that the environment names, with its bucket and its nonce."
+    asked = os.environ
     with tempfile.TemporaryDirectory() as scratch:
-        sync_s = float(os.environ.get("CARRIER_SYNC", "2"))
-        return Carrier(bucket, os.environ["CARRIER_LIFE"], Path(scratch), sync_s).carry()
+        bucket, sync_s = open_bucket(asked["CARRIER_BUCKET"]), float(asked.get("CARRIER_SYNC", "2"))
+        nonce = asked.get("CARRIER_NONCE", "")
+        return Carrier(bucket, asked["CARRIER_LIFE"], Path(scratch), nonce, sync_s).carry()
 
 
 if __name__ == "__main__" and "__file__" in globals():

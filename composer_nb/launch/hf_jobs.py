@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
-from .queue_executor import SharedPlace, Submission
+from .mirror import MeetingPlace
+from .queue_executor import Submission
 from .queue_jobs import QueueError, QueueOptions, QueueState
 from .rented import RentedExecutor, RentedOptions, RentedQueue
 
@@ -105,6 +105,9 @@ class HubApi:
             words = (error.server_message or str(error)).strip()
             see = "check HF_TOKEN" if status in (401, 403) else "see `hf jobs ps`"
             raise HFJobsError(f"the hub {lost} {what}: {words} (HTTP {status}): {see}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"the hub at {self.client.endpoint} gave no answer that can be read when asked to {what}"
+            raise HFJobsError(f"{said} ({type(error).__name__}: {error})") from None
         except Exception as error:
             network = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore")
             if not network and not isinstance(error, OSError):
@@ -125,8 +128,8 @@ def job_state(job: Any) -> QueueState:
     state = _STATES.get(stage, "PENDING")
     if state == "FAILED" and "timeout" in said.lower():
         state = "TIMEOUT"
-    seconds = (datetime.now(UTC) - job.started_at).total_seconds() if job.started_at else 0.0
-    return QueueState(state, str(job.flavor or ""), said, seconds=max(0, int(seconds)))
+    seconds = job.durations.running_secs if job.durations else None  # by the hub's clock
+    return QueueState(state, str(job.flavor or ""), said, seconds=int(seconds or 0))
 
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000013
 class HubQueue(RentedQueue):
@@ -150,38 +153,50 @@ class HubQueue(RentedQueue):
     def jobs(self, number: int) -> list[Any]:
         "The hub's jobs of one submission."
         which = {"labels": {"composer-nb-job": str(number)}, "namespace": self.api.namespace}
-        return self.api.ask("list jobs", lambda: [*self.api.client.list_jobs(**which)])
+        found = self.api.ask("list jobs", lambda: [*self.api.client.list_jobs(**which)])
+        return [job for job in found if (job.labels or {}).get("composer-nb-job") == str(number)]
 
     def _cancel(self, numbers: Iterable[int], ranks: Callable[[int, int], bool] = lambda *_: True) -> None:
+        "All that run; raises the first refusal when all were asked for, if such a job is not over by then."
+        refused: dict[int, HFJobsError] = {}
         for number in numbers:
             for job in self.jobs(number):
                 if not job_state(job).final and ranks(number, int(job.labels["composer-nb-rank"])):
                     wish = {"job_id": job.id, "namespace": self.api.namespace}
-                    self.api.ask("cancel a job", lambda wish=wish: self.api.client.cancel_job(**wish))
+                    try:
+                        self.api.ask("cancel a job", lambda wish=wish: self.api.client.cancel_job(**wish))
+                    except HFJobsError as error:
+                        refused[number] = error
+        for number, error in refused.items():
+            if not all(job_state(job).final for job in self.jobs(number)):
+                raise error
 
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000013b
 class TakingHubQueue(HubQueue):
     "What it takes in."
 
-    def hand_in(self, lives: Submission, place: SharedPlace, command: Sequence[str]) -> int:
+    def hand_in(self, lives: Submission, place: MeetingPlace, command: Sequence[str]) -> int:
         for rank in lives.ranks:
             try:
                 self.api.ask("take a job in", lambda rank=rank: self._run(lives, place, rank))
             except HFJobsError as error:
-                with suppress(HFJobsError):
+                left = ""
+                try:
                     self.withdraw(lives)
+                except HFJobsError as second:
+                    left = f"; what was begun before may still run ({second})"
                 asked = f"flavor={self._options.flavor!r}, image={self._options.image!r}"
-                raise HFJobsError(f"{error}; asked for {asked}, rank {rank}") from None
+                raise HFJobsError(f"{error}; asked for {asked}, rank {rank}{left}") from None
         return lives.number
 
-    def _run(self, lives: Submission, place: SharedPlace, rank: int) -> Any:
+    def _run(self, lives: Submission, place: MeetingPlace, rank: int) -> Any:
         options, limit_s = self._options, self._options.time_limit_s
         if lives.task.timeout is not None:  # the launcher is exact; this is for when it is gone
             limit_s = min(limit_s, lives.task.timeout + self._grace_s + 600)
         own = {"name": f"replica-{lives.launch}-{rank}"}
         own |= {"composer-nb-job": str(lives.number), "composer-nb-rank": str(rank)}
         return self.api.client.run_job(
-            image=options.image, command=self.command(), env=self.variables(lives, rank),
+            image=options.image, command=self.command(), env=self.variables(lives, rank, place),
             secrets=dict(place.environment.asked) or None, flavor=options.flavor, timeout=math.ceil(limit_s),
             labels=dict(options.labels or {}) | own, namespace=self.api.namespace,
         )  # fmt: skip

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import threading
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,17 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..diloco.store.bucket import Bucket, open_bucket
-from ..diloco.store.errors import BucketError, KeyNotFound
+from ..diloco.store.errors import KeyNotFound
 from ..diloco.store.folder import Entry
 from .entrypoint import write_json
 from .job import JobSpec, ReplicaHandle
 from .local import Environment, Task
 from .parcel import Parcel, abroad, code_key, life_key, named_files, packed, sources_of
-from .queue_executor import SharedPlace
+from .queue_executor import WatchedPlace
+from .queue_jobs import number_of
 
 # %% auto #0
-__all__ = ['MINE', 'THEIRS', 'write_whole', 'grow_log', 'Sender', 'LifeMirror', 'LifeMirrors', 'Mirror', 'MirroredPlace',
-           'MeetingPlace']
+__all__ = ['MINE', 'THEIRS', 'write_whole', 'grow_log', 'Sender', 'LifeMirror', 'LifeMirrors', 'Mirror', 'PackingPlace',
+           'MirroredPlace', 'MeetingPlace']
 
 # %% ../../nbs/launching/11_mirror.ipynb #mi000007
 MINE = ("job.json", "limits.json", "queue.json", "handle.json", "ended.json", "over")
@@ -64,7 +68,7 @@ class Sender:
         self._sent: dict[str, int] = {}
         self._rung: set[str] = set()
         self._seen: dict[str, Entry] = {}
-        self._lock = threading.Lock()
+        self._lock, self.heard, self.born = threading.Lock(), -math.inf, time.monotonic()
 
     def _send(self) -> None:
         for name in MINE:
@@ -90,16 +94,20 @@ class LifeMirror(Sender):
     def step(self) -> None:
         "Once, both ways. Raises BucketError."
         with self._lock:
+            begun = time.monotonic()
             self._send()
             found = self._life.entries()
             self._hear(found)
             self._fetch(found)
+            self.heard = begun
 
     def _fetch(self, found: Mapping[str, Entry]) -> None:
         for name in MINE:
             if name in found and not (self._files / name).exists():
                 write_whole(self._files / name, self._own(name), found[name].at)
                 self._sent[name] = (self._files / name).stat().st_mtime_ns
+        if "exit" not in found:  # it has begun again
+            (self._files / "exit").unlink(missing_ok=True)
         grow_log(self._log, {n: e for n, e in found.items() if n.startswith("log/")}, self._life.get)
         results = [name for name in found if name.startswith("result/")]
         for name in [*results[-1:], *(name for name in THEIRS if name in found)]:
@@ -134,6 +142,11 @@ class LifeMirrors:
                 self._lives[key] = LifeMirror(self.bucket.under(key), files, log)
             return self._lives[key]
 
+    def forget(self, key: str) -> None:
+        "What was known of a life that is not to be."
+        with self._lock:
+            self._lives.pop(key, None)
+
     def refresh(self, launch: str = "*") -> None:
         "Brings down every life of a launch, or of all, that is not settled here."
         known = self.bucket.list("replicas/" if launch == "*" else f"replicas/{launch}/")
@@ -148,7 +161,7 @@ class Mirror(LifeMirrors):
 
     def __init__(self, bucket: Bucket, workdir: Path, log_dir: Path) -> None:
         super().__init__(bucket, workdir, log_dir)
-        self._end = threading.Event()
+        self._end, self._settled, self._mute = threading.Event(), set[Path](), set[Path]()
         self._thread: threading.Thread | None = None
 
     def follow(self, running: Callable[[], Iterable[Path]], every_s: float) -> None:
@@ -158,63 +171,82 @@ class Mirror(LifeMirrors):
         self._thread.start()
 
     def _run(self, running: Callable[[], Iterable[Path]], every_s: float) -> None:
-        answered, settled = True, set[Path]()
-        while not self._end.wait(every_s):
-            try:
-                for files in [files for files in running() if files not in settled and files.is_dir()]:
-                    over = (files / "ended.json").exists()  # looked for before it is sent
-                    self.life(files.relative_to(self._workdir).as_posix()).step()
-                    settled |= {files} if over else set()
-                answered = True
-            except BucketError as error:
-                if answered:
-                    warnings.warn(f"what rented machines say is not known: {error}", stacklevel=1)
-                answered = False
+        ended = False
+        while not ended:
+            ended = self._end.wait(every_s)  # once more when it ends, with what was settled last
+            for files in [files for files in running() if files not in self._settled and files.is_dir()]:
+                self._step(files)
+
+    def _step(self, files: Path) -> None:
+        "One life, whatever may be wrong with it; what is wrong is told once."
+        over = (files / "ended.json").exists()  # looked for before it is sent
+        try:
+            self.life(files.relative_to(self._workdir).as_posix()).step()
+            self._mute.discard(files)
+            self._settled |= {files} if over else set()
+        except Exception as error:
+            if files not in self._mute:
+                self._mute.add(files)
+                with suppress(Warning):  # where warnings are errors
+                    warnings.warn(f"what {files.name} says is not known: {error}", stacklevel=1)
 
     def close(self) -> None:
-        "Ends the thread."
+        "Ends the thread after a last step."
         self._end.set()
         if self._thread is not None:
             self._thread.join()
 
 # %% ../../nbs/launching/11_mirror.ipynb #mi000012
-class MirroredPlace(SharedPlace):
-    """A work folder that is mirrored in a bucket. `files` are files and folders of it that go along with the
-    program's own. Raises BucketError."""
+class PackingPlace(WatchedPlace):
+    """A work folder that is mirrored in a bucket. `named` are files and folders of it that go along with the
+    program's own; `again` is whether a life may begin more than once. Raises BucketError."""
 
     def __init__(
         self, workdir: Path, log_dir: Path, python: str, environment: Environment, grace_s: float,
-        bucket: Bucket, files: Sequence[str] = (),
+        bucket: Bucket, named: Sequence[str] = (), again: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(workdir, log_dir, python, environment, grace_s)
-        self.mirror, self._named = Mirror(bucket, workdir, log_dir), tuple(files)
+        self.mirror, self._named, self._again = Mirror(bucket, workdir, log_dir), tuple(named), again
         self._codes: dict[str, str | None] = {}
-
-    def prepare(self, task: Task, launch: str, rank: int, world_size: int, incarnation: int) -> list[str]:
-        "Puts a life into the bucket; what would run it here. Raises FileExistsError where it is there."
-        files, key = self.files(launch, rank, incarnation), life_key(launch, rank, incarnation)
-        parcel = self._parcel(task, launch, rank, world_size, incarnation)
-        command = self.command(JobSpec(task.program, task.args, rank, world_size, incarnation, files))
-        if not self.mirror.bucket.put_if_absent(f"{key}/carry.json", parcel.to_bytes()):
-            shutil.rmtree(files)
-            raise FileExistsError(key)
-        write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu, "grace_s": self.grace_s})
-        self.mirror.life(key).step()
-        return command
+        self.nonces: dict[str, str] = {}  # of the lives that were claimed here
 
     def _parcel(self, task: Task, launch: str, rank: int, world_size: int, incarnation: int) -> Parcel:
-        who, bucket = (rank, world_size, incarnation, launch, self.grace_s), self.mirror.bucket
+        who, nonce = (rank, world_size, incarnation, launch, self.grace_s), uuid.uuid4().hex
         if incarnation:
             with suppress(KeyNotFound):  # as the launch was sent
-                first = Parcel.from_bytes(bucket.get(f"{life_key(launch, rank, 0)}/carry.json"))
-                return replace(first, incarnation=incarnation)
+                first = Parcel.from_bytes(self.mirror.bucket.get(f"{life_key(launch, rank, 0)}/carry.json"))
+                return replace(first, incarnation=incarnation, nonce=nonce, again=self._again)
+        return Parcel(abroad(task.program), task.args, *who, self._code(task, launch), nonce, self._again)
+
+    def _code(self, task: Task, launch: str) -> str | None:
         if launch not in self._codes:
             sources = sources_of(task.program) | named_files(self.workdir, self._named)
             data = packed(sources) if sources else b""
             self._codes[launch] = code_key(data) if data else None
-            if data and not bucket.exists(code_key(data)):
-                bucket.put(code_key(data), data)
-        return Parcel(abroad(task.program), task.args, *who, self._codes[launch])
+            if data and not self.mirror.bucket.exists(code_key(data)):
+                self.mirror.bucket.put(code_key(data), data)
+        return self._codes[launch]
+
+# %% ../../nbs/launching/11_mirror.ipynb #mi000012b
+class MirroredPlace(PackingPlace):
+    "A place that puts lives into its bucket. Raises BucketError."
+
+    def prepare(self, task: Task, launch: str, rank: int, world_size: int, incarnation: int) -> list[str]:
+        "Puts a life into the bucket; what would run it here. Raises FileExistsError where it is there."
+        files, key = self.files(launch, rank, incarnation), life_key(launch, rank, incarnation)
+        command = self.command(JobSpec(task.program, task.args, rank, world_size, incarnation, files))
+        write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu, "grace_s": self.grace_s})
+        parcel = self._parcel(task, launch, rank, world_size, incarnation)
+        if not self.mirror.bucket.put_if_absent(f"{key}/carry.json", parcel.to_bytes()):
+            shutil.rmtree(files)
+            raise FileExistsError(key)
+        self.nonces[key] = parcel.nonce
+        number = number_of(launch, incarnation, rank if incarnation else 0)  # ranks of a launch go together
+        log = self.log(launch, rank, incarnation)
+        handle = ReplicaHandle(rank, world_size, incarnation, launch, number, log, tuple(command))
+        write_json(files / "handle.json", handle.to_dict())
+        self.mirror.life(key).step()
+        return command
 
 # %% ../../nbs/launching/11_mirror.ipynb #mi000013
 class MeetingPlace(MirroredPlace):
@@ -223,12 +255,28 @@ class MeetingPlace(MirroredPlace):
     def refresh(self, launch: str) -> None:
         self.mirror.refresh(launch)
 
-    def discard(self, launch: str, ranks: Iterable[int], incarnation: int) -> None:
-        ranks = list(ranks)
+    def exchange(self, files: Path) -> None:
+        self.mirror.life(files.relative_to(self.workdir).as_posix()).step()
+
+    def heard(self, files: Path) -> Callable[[], float]:
+        life = self.mirror.life(files.relative_to(self.workdir).as_posix())
+        return lambda: life.heard
+
+    def age_s(self, files: Path) -> float:
+        "Since this launcher first saw it: clocks differ, and a life at work changes its folder."
+        return time.monotonic() - self.mirror.life(files.relative_to(self.workdir).as_posix()).born
+
+    def discard(self, launch: str, ranks: Iterable[int], incarnation: int, unsure: bool = False) -> None:
+        ranks, bucket = list(ranks), self.mirror.bucket
         super().discard(launch, ranks, incarnation)
-        for rank in ranks:
-            for key in self.mirror.bucket.list(life_key(launch, rank, incarnation) + "/"):
-                self.mirror.bucket.delete(key)
+        for key in [key for rank in ranks if (key := life_key(launch, rank, incarnation)) in self.nonces]:
+            if unsure:
+                bucket.put(f"{key}/over", b"1")
+            kept = {f"{key}/over", f"{key}/carry.json"} if unsure else set()
+            for name in set(bucket.list(key + "/")) - kept:
+                bucket.delete(name)
+            self.mirror.forget(key)
+            del self.nonces[key]
 
     def at_home(self, handle: ReplicaHandle) -> ReplicaHandle:
         "A handle whose log is where this launcher keeps logs."

@@ -33,10 +33,13 @@ def sources_of(program: Program) -> dict[str, Path]:
     top = program.target.partition(":")[0].partition(".")[0]
     standard = Path(os.__file__).parent
     for folder in map(Path, program.path):
-        for found in (folder / top, folder / f"{top}.py"):
-            installed = _INSTALLED & set(found.parts) or folder == standard or top == "composer_nb"
-            if found.exists() and not installed:
-                return {found.name: found}
+        if _INSTALLED & set(folder.parts) or folder == standard or top == "composer_nb":
+            continue
+        package, file = folder / top, folder / f"{top}.py"
+        if file.is_file() and not (package / "__init__.py").is_file():
+            return {file.name: file}
+        if package.is_dir():
+            return {top: package}
     return {}
 
 
@@ -54,8 +57,9 @@ def named_files(workdir: Path, names: Iterable[str]) -> dict[str, Path]:
 LARGEST = 50 * 2**20
 
 
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    if "__pycache__" in PurePosixPath(member.name).parts:
+def _plain(member: tarfile.TarInfo, root: str) -> tarfile.TarInfo | None:
+    inside = PurePosixPath(member.name).relative_to(root).parts
+    if any(part == "__pycache__" or part.startswith(".") for part in inside):
         return None
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
@@ -67,10 +71,10 @@ def packed(sources: Mapping[str, Path]) -> bytes:
     made = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=made, mode="wb", mtime=0) as squeezed,
-        tarfile.open(fileobj=squeezed, mode="w") as archive,
+        tarfile.open(fileobj=squeezed, mode="w", dereference=True) as archive,
     ):
         for name, path in sorted(sources.items()):
-            archive.add(path, name, filter=_plain)
+            archive.add(path, name, filter=lambda member, root=name: _plain(member, root))
     if len(data := made.getvalue()) > LARGEST:
         said = f"{', '.join(sorted(sources))}: {len(data):,} bytes are too many for code"
         raise ValueError(f"{said}; put data into the bucket and pass its key")
@@ -97,7 +101,8 @@ def at_home(program: Program, folder: Path) -> Program:
 # %% ../../nbs/launching/10_parcel.ipynb #pa000013
 @dataclass(frozen=True)
 class Parcel:
-    "One life as it lies in a bucket; `code` is the key of its archive, if it has one."
+    """One life as it lies in a bucket. `code` is the key of its archive, if it has one, `nonce` tells the job
+    that was made for it from others, and `again` is whether it may begin more than once."""
 
     program: Program
     args: list[Any] | dict[str, Any]
@@ -107,6 +112,8 @@ class Parcel:
     launch: str
     grace_s: float
     code: str | None = None
+    nonce: str = ""
+    again: bool = False
 
     def to_bytes(self) -> bytes:
         return json.dumps({**vars(self), "program": vars(self.program)}).encode()

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +45,9 @@ from composer_nb.launch.queue_jobs import (
 )
 
 # %% auto #0
-__all__ = ['env_file', 'SharedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'prepare_life', 'Submitter', 'Folders',
-           'Shelf', 'Adopter', 'end_for_good', 'take_back', 'QueueLauncher', 'AttachingExecutor', 'LaunchingExecutor',
-           'QueueExecutor']
+__all__ = ['env_file', 'SharedPlace', 'WatchedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'prepare_life', 'Submitter',
+           'Folders', 'Shelf', 'Adopter', 'end_for_good', 'take_back', 'QueueLauncher', 'AttachingExecutor',
+           'LaunchingExecutor', 'QueueExecutor']
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000010
 def env_file(variables: dict[str, str]) -> str:
@@ -83,17 +83,32 @@ class SharedPlace(Workplace):
         write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu, "grace_s": self.grace_s})
         return command
 
-    def refresh(self, launch: str) -> None:
-        "Brings what others wrote into the work folder; nothing here, where all see one."
-
-    def discard(self, launch: str, ranks: Iterable[int], incarnation: int) -> None:
-        "Takes away what was prepared for lives that will not begin."
+    def discard(self, launch: str, ranks: Iterable[int], incarnation: int, unsure: bool = False) -> None:
+        "Takes away what was prepared for lives that will not begin; `unsure`: that perhaps do all the same."
         for rank in ranks:
             shutil.rmtree(self.files(launch, rank, incarnation), ignore_errors=True)
             self.log(launch, rank, incarnation).unlink(missing_ok=True)
         for folder in (self.workdir / "replicas" / launch, self.workdir / "replicas"):
             with suppress(OSError):  # other lives are there
                 folder.rmdir()
+
+# %% ../../nbs/launching/05_queue_executor.ipynb #qe000011b
+class WatchedPlace(SharedPlace):
+    "How up to date the work folder is; always, here, where all see one."
+
+    def refresh(self, launch: str) -> None:
+        "Brings what others wrote about a launch into the work folder."
+
+    def exchange(self, files: Path) -> None:
+        "Brings one life's folder up to date, both ways."
+
+    def heard(self, files: Path) -> Callable[[], float]:
+        "What tells when a life's folder was last up to date, in seconds of time.monotonic."
+        return time.monotonic
+
+    def age_s(self, files: Path) -> float:
+        "For how long a life has been half-begun."
+        return time.time() - files.stat().st_mtime
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000012
 @dataclass(frozen=True)
@@ -132,7 +147,7 @@ class SubmittingQueue(Queue, Protocol):
     def check_gpus(self, gpus: Any) -> None:
         "Raises ValueError for what no replica can be given."
 
-    def hand_in(self, lives: Submission, place: SharedPlace, command: Sequence[str]) -> int:
+    def hand_in(self, lives: Submission, place: WatchedPlace, command: Sequence[str]) -> int:
         """The number of a job whose ranks lie ready in `place`; `command` runs the job file it is given.
         Raises QueueError."""
 
@@ -141,7 +156,7 @@ class SubmittingQueue(Queue, Protocol):
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000015b
 def prepare_life(
-    place: SharedPlace, lives: Submission, rank: int, prepared: dict[int, list[str]]
+    place: WatchedPlace, lives: Submission, rank: int, prepared: dict[int, list[str]]
 ) -> None:
     "Fills in the command of a rank. Raises QueueError where another launcher is at it."
     try:
@@ -158,7 +173,7 @@ def prepare_life(
 class Submitter:
     "Hands lives in, all ranks of a launch at once."
 
-    def __init__(self, place: SharedPlace, queue: SubmittingQueue) -> None:
+    def __init__(self, place: WatchedPlace, queue: SubmittingQueue) -> None:
         self.place, self.queue = place, queue
 
     def submit(self, lives: Submission) -> list[ReplicaHandle]:
@@ -178,10 +193,11 @@ class Submitter:
                 write_json(files / "handle.json", handle.to_dict())
                 handles.append(handle)
         except BaseException as error:
-            if asked and (not isinstance(error, QueueError) or error.unsure):  # it may be in the queue
+            unsure = asked and (not isinstance(error, QueueError) or error.unsure)
+            if unsure:  # it may be in the queue
                 with suppress(QueueError):
                     self.queue.withdraw(lives)
-            self.place.discard(lives.launch, prepared, lives.incarnation)
+            self.place.discard(lives.launch, prepared, lives.incarnation, unsure)
             raise
         return handles
 
@@ -189,7 +205,7 @@ class Submitter:
 class Folders:
     "The lives that a work folder knows of."
 
-    place: SharedPlace
+    place: WatchedPlace
 
     def half_begun(self, handle: ReplicaHandle, after: int) -> dict[int, float]:
         "Later incarnations of a replica that have a folder and no handle, with the folder's age in seconds."
@@ -198,7 +214,7 @@ class Folders:
         for path in self.place.files(handle.launch, handle.rank, 0).parent.glob(f"rank{handle.rank}-run*"):
             number = int(path.name.rpartition("run")[2])
             if number > after and not (path / "handle.json").exists():
-                found[number] = time.time() - path.stat().st_mtime
+                found[number] = self.place.age_s(path)
         return dict(sorted(found.items()))
 
     def handles(self, launch: str = "*", rank: int | str = "*") -> list[ReplicaHandle]:
@@ -214,7 +230,7 @@ class Folders:
 class Shelf(Folders):
     "The lives that stand in a work folder, whoever submitted them."
 
-    def __init__(self, place: SharedPlace, options: QueueOptions, queue: Queue) -> None:
+    def __init__(self, place: WatchedPlace, options: QueueOptions, queue: Queue) -> None:
         self.place, self._options, self._queue = place, options, queue
 
     def life(self, handle: ReplicaHandle) -> Life:
@@ -229,6 +245,7 @@ class Shelf(Folders):
         program = Program(spec["kind"], spec["target"], tuple(spec["path"]), spec["file"])
         job, now = QueueJob(handle.pid, handle.rank, files, self._options), time.monotonic()
         grace_s = limits.pop("grace_s", self.place.grace_s)  # its own, not that of whoever looks
+        job.heard = self.place.heard(files)
         job.linger_s = grace_s + 1 if self._options.lingers else 0.0
         life = Life(handle, Task(program, spec["args"], **limits), files, job, now)
         if verdict := read_verdict(files):
@@ -277,18 +294,20 @@ def end_for_good(lives: Sequence[Life], supervisor: QueueSupervisor) -> None:
             raise QueueError(f"{said} ({job.name}, {job.seen.state}): the next would be beside it")
 
 
-def take_back(half: Submission, age_s: float, queue: SubmittingQueue, place: SharedPlace) -> int:
+def take_back(half: Submission, age_s: float, queue: SubmittingQueue, place: WatchedPlace) -> int:
     """Takes a life out of the queue whose launcher died while it began it; its incarnation. Raises QueueError
     where that launcher may still be at it. One that has begun is waited for, as long as its end may take."""
-    if age_s < queue.limit_s:
+    files = place.files(half.launch, half.ranks[0], half.incarnation)
+    if age_s < queue.limit_s and not (files / "over").exists():
         said = f"rank {half.ranks[0]} of launch {half.launch!r} is being begun by another launcher"
         raise QueueError(f"{said}: try again in {queue.limit_s - age_s:.0f} s, or see find_handles")
-    files = place.files(half.launch, half.ranks[0], half.incarnation)
     (files / "over").touch(mode=0o600)  # if it has not begun, it begins nothing
+    place.exchange(files)
     queue.withdraw(half)
     end = time.monotonic() + 2 * place.grace_s + 5
     while (files / "began").exists() and not (files / "exit").exists() and time.monotonic() < end:
         time.sleep(0.1)
+        place.exchange(files)
     return half.incarnation
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000020
@@ -421,9 +440,9 @@ class QueueExecutor(LaunchingExecutor):
         submitter, limit_s = Submitter(place, queue), self.options.time_limit_s
         self._launcher = QueueLauncher(self._adopter, submitter, register, self._supervisor, limit_s)
 
-    def open_place(self, python: str, grace_s: float) -> SharedPlace:
+    def open_place(self, python: str, grace_s: float) -> WatchedPlace:
         "Where its lives are."
-        return SharedPlace(self.workdir, self.log_dir, python, self._environment, grace_s)
+        return WatchedPlace(self.workdir, self.log_dir, python, self._environment, grace_s)
 
     @abstractmethod
     def open_queue(self, grace_s: float) -> SubmittingQueue:

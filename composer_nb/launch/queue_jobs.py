@@ -9,9 +9,9 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -22,7 +22,7 @@ from .local import Environment, Life, Limits, Register, Supervisor, how_it_ended
 # %% auto #0
 __all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', 'Queue', 'read_exit', 'read_note', 'number_of',
            'launch_of', 'QueueJob', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'tell_jobs',
-           'end_jobs', 'read_verdict', 'seconds_of', 'settle', 'QueueWatcher', 'QueueSupervisor']
+           'end_jobs', 'read_verdict', 'seconds_of', 'settle', 'ran_s', 'passed', 'QueueWatcher', 'QueueSupervisor']
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #qj000002
 class QueueError(RuntimeError):
@@ -54,6 +54,7 @@ class QueueOptions:
     queue: ClassVar[str] = "the queue"
     forgets: ClassVar[str] = ""  # where else an end may be written, after a semicolon
     lingers: ClassVar[bool] = False  # whether a program may outlive its job by the grace it is given
+    sets_up: ClassVar[bool] = False  # whether a machine may run for a while before its program begins
     own_names: ClassVar[frozenset[str]] = frozenset({"CUDA_VISIBLE_DEVICES", "TMPDIR"})  # a node has its own
 
     cpus: int = 1
@@ -160,6 +161,8 @@ class QueueJob:
     since: float | None = None
     waited: bool = True
     linger_s: float = 0.0  # for which its program may live on when the queue knows it no more
+    heard: Callable[[], float] = time.monotonic  # when its folder was last known to be up to date
+    deaf: bool = False
 
     @property
     def name(self) -> str:
@@ -168,7 +171,7 @@ class QueueJob:
     @property
     def began(self) -> bool:
         "Whether its program has begun, and is not suspended; one that was put back and waits has not."
-        if self.seen.state in ("RUNNING", "SUSPENDED", "UNANSWERED"):
+        if self.seen.state in ("RUNNING", "SUSPENDED", "UNANSWERED") and not self.options.sets_up:
             return self.seen.state == "RUNNING"
         with suppress(FileNotFoundError):  # one line is written each time it begins
             return len((self.files / "began").read_text().splitlines()) > self.seen.restarts
@@ -199,7 +202,7 @@ def is_over(job: QueueJob, states: Mapping[tuple[int, int], QueueState] | None) 
         return False
     job.since = job.since or time.monotonic()
     patience_s = job.options.lag_s if code is not None else max(job.options.lag_s, job.linger_s)
-    late = time.monotonic() - job.since >= patience_s
+    late = time.monotonic() - job.since >= patience_s and job.heard() >= job.since
     if code is None or requeue:
         return asked and job.gone and (late or code is not None)
     return code == 0 or job.gone or late
@@ -322,6 +325,27 @@ def settle(life: Life, verdict: tuple[Status, str] | None, environment: Environm
         words = {"status": life.status, "note": environment.mask(life.note)}
         write_json(life.files / "ended.json", words)
 
+# %% ../../nbs/launching/05_queue_jobs.ipynb #sj000113c
+def ran_s(job: QueueJob) -> float:
+    "For how many seconds a program has run that is seen for the first time."
+    if not job.options.sets_up:
+        return job.seen.seconds
+    with suppress(FileNotFoundError):  # two clocks, of which the queue's is the limit
+        return min(job.seen.seconds, max(0.0, time.time() - (job.files / "began").stat().st_mtime))
+    return 0.0
+
+
+def passed(life: Life, limits: Limits) -> tuple[Status, str] | None:
+    "`overdue`, but for heartbeat and output while a folder is not up to date; their clocks begin anew then."
+    job: QueueJob = life.process
+    if time.monotonic() - job.heard() > job.options.lag_s:
+        job.deaf = True
+        return overdue(life, replace(limits, heartbeat_s=None, quiet_s=None))
+    if job.deaf:
+        job.deaf = False
+        life.seen.clear()
+    return overdue(life, limits)
+
 # %% ../../nbs/launching/05_queue_jobs.ipynb #sj000114
 class QueueWatcher(Supervisor):
     "Settles how jobs ended."
@@ -340,7 +364,7 @@ class QueueWatcher(Supervisor):
             self.look(running)
             self._looked = time.monotonic()
             alive = [life for life in running if life.status == "running" and life.process.began]
-            if late := [(life, *verdict) for life in alive if (verdict := overdue(life, self.limits))]:
+            if late := [(life, *verdict) for life in alive if (verdict := passed(life, self.limits))]:
                 self.stop(late)
 
     def look(self, lives: Sequence[Life], *, now: bool = False) -> None:
@@ -354,7 +378,7 @@ class QueueWatcher(Supervisor):
                 self._settle(life)
             elif job.waited or not job.began or job.seen.restarts > before:  # another clock begins
                 life.seen.clear()
-                life.started, job.waited = time.monotonic() - job.seen.seconds, not job.began
+                life.started, job.waited = time.monotonic() - ran_s(job), not job.began
 
     def _settle(self, life: Life, verdict: tuple[Status, str] | None = None) -> None:
         settle(life, verdict, self._environment)

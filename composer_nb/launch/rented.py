@@ -33,6 +33,7 @@ class RentedOptions(QueueOptions):
     """
 
     lingers: ClassVar[bool] = True
+    sets_up: ClassVar[bool] = True
     unknown: ClassVar[frozenset[str]] = frozenset()  # wishes of any queue that this one cannot meet
 
     bucket: str = ""
@@ -74,11 +75,11 @@ class RentedQueue:
         carrier = f"exec {self._options.python} -m composer_nb.launch.carrier"
         return ["/bin/sh", "-c", "\n".join(filter(None, ("set -e", self._options.setup, carrier)))]
 
-    def variables(self, lives: Submission, rank: int) -> dict[str, str]:
+    def variables(self, lives: Submission, rank: int, place: MeetingPlace) -> dict[str, str]:
         "What tells a carrier which life it carries; no secret."
-        key = life_key(lives.launch, rank, lives.incarnation)
-        sync_s = f"{self._options.sync_s:g}"
-        return {"CARRIER_BUCKET": self._options.bucket, "CARRIER_LIFE": key, "CARRIER_SYNC": sync_s}
+        key, own = life_key(lives.launch, rank, lives.incarnation), self._options
+        found = {"CARRIER_BUCKET": own.bucket, "CARRIER_LIFE": key, "CARRIER_SYNC": f"{own.sync_s:g}"}
+        return found | {"CARRIER_NONCE": place.nonces[key]}
 
     def identity(self) -> dict[str, str]:
         return {"bucket": self._options.bucket}
@@ -116,7 +117,7 @@ class RentedExecutor(QueueExecutor):
     def open_place(self, python: str, grace_s: float) -> MeetingPlace:
         bucket, lives = open_bucket(self.options.bucket), self._register.lives
         where = (self.workdir, self.log_dir, python, self._environment, grace_s)
-        self._place = MeetingPlace(*where, bucket, self.options.files)
+        self._place = MeetingPlace(*where, bucket, self.options.files, self.options.requeue)
         running = lambda: [life.files for life in list(lives.values())]  # noqa: E731
         self._place.mirror.follow(running, self.options.sync_s)
         return self._place
@@ -128,5 +129,7 @@ class RentedExecutor(QueueExecutor):
 
     def close(self) -> None:
         "Stops every replica that still runs, and says so in the bucket."
-        super().close()
-        self._place.mirror.close()
+        try:
+            super().close()
+        finally:
+            self._place.mirror.close()
