@@ -55,9 +55,10 @@ class RayCluster:
         if reason := self.reason():
             raise OSError(reason)
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
-        names = [*QUIET, "RAY_ADDRESS"]
-        self._before = {name: os.environ.get(name) for name in names}
-        os.environ.update(QUIET)
+        (self.folder / "ray").mkdir()  # where it writes its address, and looks for no folder before
+        own = {**QUIET, "RAY_TMPDIR": str(self.folder)}
+        self._before = {name: os.environ.get(name) for name in (*own, "RAY_ADDRESS")}
+        os.environ.update(own)
         try:
             self._start()
         except BaseException as error:
