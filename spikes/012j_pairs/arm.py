@@ -1,7 +1,8 @@
 """One cell of a ladder with preference pairs: `python arm.py SPEC.json ANSWER.json`, see `composer_nb.launch.ladder`.
 
-Spike 012's script, whole, with two arms more: `pairs` adds channel 3 to reward, and `pairs_alone` samples and is graded
-as ever, but no answer has an advantage over another, so that the pairs are all it learns from.
+Spike 012's script, whole, with three arms more: `pairs` adds channel 3 to reward, and `pairs_alone` samples and is graded
+as ever, but no answer has an advantage over another, so that the pairs are all it learns from. `chosen` is `pairs` without
+the preference: beside reward, only the cross entropy of the better answers.
 """
 
 import importlib.util
@@ -28,6 +29,8 @@ from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer
 OWN = frozenset("pair_set pair_weight pair_variant pairs_per_step pair_nll".split())
 EARLIER = {"pair_nll": 0.0}  # a setting that older plans do not name, and what it was then
 VARIANTS = ("simpo", "dpo")
+ARMS = ("pairs", "pairs_alone", "chosen")
+NEXT_TO_NOTHING = 1e-6  # what the preference counts in `chosen`: the two weights' product is the cross entropy's
 
 
 class PairsAlone(ComposerReplicationTrainer):
@@ -50,9 +53,11 @@ def script(spec: dict) -> ModuleType:
     found = importlib.util.spec_from_file_location("arm_012", spike_folder("012_ladder", "arm.py") / "arm.py")
     arm = importlib.util.module_from_spec(found)
     found.loader.exec_module(arm)
-    arm.ARMS |= {name: (dict(alpha_sdpo=0.0), "") for name in ("pairs", "pairs_alone")}
-    if spec["arm"] in ("pairs", "pairs_alone"):
-        more = dict(beta_replay=spec["pair_weight"], dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"], replay_nll=spec["pair_nll"])
+    arm.ARMS |= {name: (dict(alpha_sdpo=0.0), "") for name in ARMS}
+    if spec["arm"] in ARMS:
+        share = NEXT_TO_NOTHING if spec["arm"] == "chosen" else 1.0
+        more = dict(beta_replay=share * spec["pair_weight"], replay_nll=spec["pair_nll"] / share)
+        more |= dict(dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"])
         arm.ComposerConfig = lambda *a, **options: ComposerConfig(*a, **options | more)
         kind = PairsAlone if spec["arm"] == "pairs_alone" else ComposerReplicationTrainer
         arm.ComposerReplicationTrainer = partial(kind, preference_dataset=pairs_of(arm, spec))
@@ -67,6 +72,8 @@ def refuse(spec: dict) -> None:
         raise ValueError(f"pair_variant={spec['pair_variant']!r} of {VARIANTS}, pair_weight={spec['pair_weight']} above 0")
     if not spec["pair_nll"] >= 0:
         raise ValueError(f"pair_nll={spec['pair_nll']}: a weight, 0 or more")
+    if spec["arm"] == "chosen" and not spec["pair_nll"]:
+        raise ValueError("pair_nll=0 leaves nothing to learn from in the arm 'chosen'")
 
 
 def cell(spec: dict, folder: str, say: Any = print) -> dict:
