@@ -17,14 +17,14 @@ import pytest
 from composer_nb.diloco.store.bucket import open_bucket
 from composer_nb.diloco.store.errors import BucketError
 from composer_nb.drills.hub_jobs import HubJobs
-from composer_nb.launch.carrier import Exchange, Reporter, last_words
+from composer_nb.launch.carrier import Exchange, Reporter, last_words, may_begin
 from composer_nb.launch.entrypoint import marked
 from composer_nb.launch.hf_jobs import HFJobsError, HFJobsExecutor, HFJobsOptions, job_state
 from composer_nb.launch.job import Program
 from composer_nb.launch.local import Environment, Task
 from composer_nb.launch.mirror import LifeMirror, MeetingPlace, Mirror
 from composer_nb.launch.parcel import Parcel, code_key, life_key, packed, sources_of
-from composer_nb.launch.queue_jobs import QueueError
+from composer_nb.launch.queue_jobs import QueueError, QueueJob, QueueState, is_over
 from composer_nb.launch.sagemaker import SageMakerOptions, training_state
 
 PROGRAM = """
@@ -194,7 +194,7 @@ def test_a_half_begun_life_at_work_can_be_taken_back(folder, hub):
     half = dead.restart(dead.attach(first))
     until(lambda: bucket.exists(f"{life_key(first.launch, 0, 1)}/began"))
     dead._place.mirror.close()
-    bucket.delete(f"{life_key(first.launch, 0, 1)}/handle.json")
+    bucket.delete(f"{life_key(first.launch, 0, 1)}/queue.json")
     (folder.parent / "other").mkdir()
     with executor_in(folder.parent / "other", hub, command_s=2) as other:
         mine = other.attach(first)
@@ -401,3 +401,113 @@ def test_what_is_packed_is_what_python_would_import(tmp_path):
         (tmp_path / "train" / name).write_text("sesame-open")
     assert b"sesame-open" not in __import__("gzip").decompress(packed(sources_of(program)))
     assert sources_of(Program("module", "json.tool", (str(Path(json.__file__).parents[1]),))) == {}
+
+
+# --- after a second review ------------------------------------------------------------------------
+
+
+def seen_job(folder, options, state, **more):
+    "A life of this folder as a queue has just told it."
+    job = QueueJob(7, 0, folder, options, seen=QueueState(state), **more)
+    return job, {(7, 0): QueueState(state)}
+
+
+def test_a_life_on_its_way_into_the_queue_is_no_lost_one(tmp_path):
+    wishes = dict(image="i", time_limit_s=60, bucket="s3://a/b", lag_s=0.1, sync_s=0.02)
+    options = HFJobsOptions(command_s=0.05, **wishes)
+    job, _ = seen_job(tmp_path, options, "PENDING")
+    assert not is_over(job, {})
+    time.sleep(0.3)
+    assert not is_over(job, {})  # longer than lag_s
+    time.sleep(0.5)
+    assert is_over(job, {})  # ten questions more
+    (tmp_path / "queue.json").write_text("{}")
+    job, _ = seen_job(tmp_path, options, "PENDING")
+    assert not is_over(job, {})
+    time.sleep(0.2)
+    assert is_over(job, {})
+
+
+def test_an_early_interruption_leaves_the_limits_on(tmp_path):
+    options = SageMakerOptions(image="i", role="r", time_limit_s=60, bucket="s3://a/b", requeue=True)
+    job, _ = seen_job(tmp_path, options, "RUNNING")
+    job.seen = QueueState("RUNNING", restarts=1)  # taken away before any carrier was there
+    assert not job.began
+    (tmp_path / "began").write_text("second\n")
+    assert job.began
+    (tmp_path / "exit").write_text("143\n")  # taken away again: until a third one begins
+    assert not job.began
+
+
+def test_an_old_exit_code_is_not_believed_without_the_bucket(tmp_path):
+    options = SageMakerOptions(image="i", role="r", time_limit_s=60, bucket="s3://a/b", requeue=True)
+    (tmp_path / "exit").write_text("143\n")
+    heard = [time.monotonic()]
+    job, told = seen_job(tmp_path, options, "COMPLETED", heard=lambda: heard[0])
+    assert not is_over(job, told)
+    heard[0] = time.monotonic()
+    assert is_over(job, told)
+
+
+def test_a_final_word_is_believed_in_the_end(tmp_path, monkeypatch):
+    options = HFJobsOptions(image="i", time_limit_s=60, bucket="s3://a/b", lag_s=0.1, sync_s=0.02)
+    job, told = seen_job(tmp_path, options, "FAILED", heard=lambda: -1.0)
+    assert not is_over(job, told)
+    time.sleep(0.2)
+    assert not is_over(job, told)
+    monkeypatch.setattr(HFJobsOptions, "outage_s", 0.1)
+    assert is_over(job, told)
+
+
+def test_a_struck_out_life_keeps_what_its_machine_says(folder):
+    bucket = open_bucket(folder.parent / "bucket")
+    place = MeetingPlace(folder, folder / "logs", "python3", Environment(None, None), 1.0, bucket)
+    place.prepare(Task(Program("function", "prog:add", (str(folder),)), [1]), "0a1b2c3d", 0, 1, 0)
+    key = life_key("0a1b2c3d", 0, 0)
+    bucket.put(f"{key}/began", b"here\n")
+    place.discard("0a1b2c3d", [0], 0, unsure=True)
+    left = {name.rpartition("/")[2] for name in bucket.list(key + "/")}
+    assert {"began", "over", "carry.json"} <= left and not left & {"handle.json", "queue.json"}
+
+
+def test_a_bucket_that_is_away_does_not_hide_why_a_job_was_refused(folder, monkeypatch):
+    bucket = open_bucket(folder.parent / "bucket")
+    place = MeetingPlace(folder, folder / "logs", "python3", Environment(None, None), 1.0, bucket)
+    place.prepare(Task(Program("function", "prog:add", (str(folder),)), [1]), "0a1b2c3d", 0, 1, 0)
+
+    def away(*_):
+        raise BucketError("the bucket is away", None, "wait")
+
+    monkeypatch.setattr(bucket, "put", away)
+    with pytest.warns(UserWarning, match="is left as it is: the bucket is away"):
+        place.discard("0a1b2c3d", [0], 0, unsure=True)
+
+
+def test_a_carrier_that_was_overtaken_begins_nothing(folder, monkeypatch):
+    "Struck out between its look and its word."
+    life = sent(folder, "prog:add", [1])
+    parcel, put = Parcel.from_bytes(life.get("carry.json")), life.put_if_absent
+
+    def overtaken(key, data):
+        life.put("over", b"1")
+        return put(key, data)
+
+    monkeypatch.setattr(life, "put_if_absent", overtaken)
+    assert not may_begin(life, parcel, "") and life.get("exit") == b"125\n"
+
+
+def test_a_life_that_nobody_counts_on_is_told_to_end(folder):
+    life = sent(folder, "prog:wait")
+    with rented(folder) as machine:
+        until(lambda: life.list("log/"))
+        life.put("over", b"1")
+        assert machine.wait(30) == 143
+
+
+def test_a_closed_executor_follows_again(folder, hub):
+    made = executor_in(folder, hub)
+    made.close()
+    assert not made._place.mirror._thread.is_alive()
+    (handle,) = made.launch_replicas(1, "prog:add", [1])
+    assert made.collect([handle], timeout=30)[0].value == 2
+    made.close()

@@ -109,13 +109,17 @@ class Exchange:
     life: Life
     lost: bool = False
     whole: bool = False
+    ended: bool = False
 
     def __call__(self) -> bool:
         "Once, both ways; whether the bucket answered. `whole` is whether all is said."
         try:
-            for name in self.bucket.list("bell."):
-                if self.life.process.poll() is None and name in _BELLS:
-                    self.life.process.send_signal(_BELLS[name])
+            there = self.bucket.list()
+            if not self.ended and {"over", "ended.json"} & set(there):  # nobody counts on it any more
+                self.ended = True
+                self._send(signal.SIGTERM)
+            for name in (name for name in there if name.startswith("bell.")):
+                self._send(_BELLS.get(name, 0))
                 self.bucket.delete(name)
             self.whole = self.reporter.report(self.life.files, self.life.handle.log)
         except BucketError as error:
@@ -125,6 +129,10 @@ class Exchange:
             return False
         self.lost = False
         return True
+
+    def _send(self, number: int) -> None:
+        if self.life.process.poll() is None:
+            self.life.process.send_signal(number)
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000010
 def watched(exchange: Exchange, ending: Ending, grace_s: float, sync_s: float) -> int:
@@ -147,17 +155,24 @@ def last_words(exchange: Exchange, code: int, patience_s: float, sync_s: float) 
     exchange.bucket.put("exit", f"{code}\n".encode())
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000010b
+_NO_MORE = ("over", "ended.json")
+
+
 def may_begin(life: Bucket, parcel: Parcel, nonce: str) -> bool:
     "Whether this machine is to run this life; if so, that is written down."
-    if parcel.nonce != nonce or any(life.exists(name) for name in ("over", "ended.json")):
+    if parcel.nonce != nonce or any(life.exists(name) for name in _NO_MORE):
         return False
     line = f"{os.uname().nodename}\n".encode()
-    if life.put_if_absent("began", line):
-        return True
-    if parcel.again:
+    first = life.put_if_absent("began", line)
+    if not first and not parcel.again:
+        return False
+    if not first:
         life.delete("exit")  # of the machine that was taken away
         life.put("began", life.get("began") + line)
-    return parcel.again
+    if any(life.exists(name) for name in _NO_MORE):  # written meanwhile, by one who had not seen `began`
+        life.put("exit", b"125\n")
+        return False
+    return True
 
 
 def cannot_begin(life: Bucket, code: int, said: str) -> int:

@@ -15,12 +15,14 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..diloco.store.bucket import Bucket, open_bucket
-from ..diloco.store.errors import KeyNotFound
+from ..diloco.store.errors import BucketError, KeyNotFound
 from ..diloco.store.folder import Entry
 from .entrypoint import write_json
 from .job import JobSpec, ReplicaHandle
@@ -30,8 +32,8 @@ from .queue_executor import WatchedPlace
 from .queue_jobs import number_of
 
 # %% auto #0
-__all__ = ['MINE', 'THEIRS', 'write_whole', 'grow_log', 'Sender', 'LifeMirror', 'LifeMirrors', 'Mirror', 'PackingPlace',
-           'MirroredPlace', 'MeetingPlace']
+__all__ = ['MINE', 'THEIRS', 'write_whole', 'grow_log', 'Sender', 'LifeMirror', 'LifeMirrors', 'CalmMirrors', 'Mirror',
+           'PackingPlace', 'MirroredPlace', 'strike_out', 'delete_life', 'MeetingPlace']
 
 # %% ../../nbs/launching/11_mirror.ipynb #mi000007
 MINE = ("job.json", "limits.json", "queue.json", "handle.json", "ended.json", "over")
@@ -156,26 +158,12 @@ class LifeMirrors:
                 self.life(key).step()
 
 # %% ../../nbs/launching/11_mirror.ipynb #mi000010b
-class Mirror(LifeMirrors):
-    "Keeps both the same, by a thread."
+class CalmMirrors(LifeMirrors):
+    "Goes on with the others, whatever one of them meets."
 
     def __init__(self, bucket: Bucket, workdir: Path, log_dir: Path) -> None:
         super().__init__(bucket, workdir, log_dir)
-        self._end, self._settled, self._mute = threading.Event(), set[Path](), set[Path]()
-        self._thread: threading.Thread | None = None
-
-    def follow(self, running: Callable[[], Iterable[Path]], every_s: float) -> None:
-        "From now on, in a thread, for the folders that `running` names."
-        work = (running, every_s)
-        self._thread = threading.Thread(target=self._run, args=work, name="mirror", daemon=True)
-        self._thread.start()
-
-    def _run(self, running: Callable[[], Iterable[Path]], every_s: float) -> None:
-        ended = False
-        while not ended:
-            ended = self._end.wait(every_s)  # once more when it ends, with what was settled last
-            for files in [files for files in running() if files not in self._settled and files.is_dir()]:
-                self._step(files)
+        self._settled, self._mute = set[Path](), set[Path]()
 
     def _step(self, files: Path) -> None:
         "One life, whatever may be wrong with it; what is wrong is told once."
@@ -189,6 +177,36 @@ class Mirror(LifeMirrors):
                 self._mute.add(files)
                 with suppress(Warning):  # where warnings are errors
                     warnings.warn(f"what {files.name} says is not known: {error}", stacklevel=1)
+
+# %% ../../nbs/launching/11_mirror.ipynb #mi000010c
+class Mirror(CalmMirrors):
+    "Keeps both the same, by a thread."
+
+    def __init__(self, bucket: Bucket, workdir: Path, log_dir: Path) -> None:
+        super().__init__(bucket, workdir, log_dir)
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._work: tuple[Any, ...] = ()
+
+    def follow(self, running: Callable[[], Iterable[Path]], every_s: float) -> None:
+        "From now on, in a thread, for the folders that `running` names."
+        self._work = (running, every_s)
+        self.wake()
+
+    def wake(self) -> None:
+        "Follows again, after `close`."
+        if self._work and not (self._thread and self._thread.is_alive()):
+            self._end.clear()
+            self._thread = threading.Thread(target=self._run, args=self._work, name="mirror", daemon=True)
+            self._thread.start()
+
+    def _run(self, running: Callable[[], Iterable[Path]], every_s: float) -> None:
+        ended = False
+        with ThreadPoolExecutor(8, thread_name_prefix="mirror") as pool:
+            while not ended:
+                ended = self._end.wait(every_s)  # once more when it ends, with what was settled last
+                left = [files for files in running() if files not in self._settled and files.is_dir()]
+                list(pool.map(self._step, left))
 
     def close(self) -> None:
         "Ends the thread after a last step."
@@ -234,6 +252,7 @@ class MirroredPlace(PackingPlace):
     def prepare(self, task: Task, launch: str, rank: int, world_size: int, incarnation: int) -> list[str]:
         "Puts a life into the bucket; what would run it here. Raises FileExistsError where it is there."
         files, key = self.files(launch, rank, incarnation), life_key(launch, rank, incarnation)
+        self.mirror.wake()
         command = self.command(JobSpec(task.program, task.args, rank, world_size, incarnation, files))
         write_json(files / "limits.json", {"timeout": task.timeout, "gpu": task.gpu, "grace_s": self.grace_s})
         parcel = self._parcel(task, launch, rank, world_size, incarnation)
@@ -248,11 +267,25 @@ class MirroredPlace(PackingPlace):
         self.mirror.life(key).step()
         return command
 
+# %% ../../nbs/launching/11_mirror.ipynb #mi000012c
+def strike_out(bucket: Bucket, key: str) -> None:
+    "A life that shall not begin any more; what a machine says of it stays."
+    bucket.put(f"{key}/over", b"1")
+    for name in ("handle.json", "queue.json"):
+        bucket.delete(f"{key}/{name}")
+
+
+def delete_life(bucket: Bucket, key: str) -> None:
+    "A life that was in no queue."
+    for name in bucket.list(key + "/"):
+        bucket.delete(name)
+
 # %% ../../nbs/launching/11_mirror.ipynb #mi000013
 class MeetingPlace(MirroredPlace):
     "A mirrored place that can be looked into and tidied up."
 
     def refresh(self, launch: str) -> None:
+        self.mirror.wake()
         self.mirror.refresh(launch)
 
     def exchange(self, files: Path) -> None:
@@ -267,14 +300,14 @@ class MeetingPlace(MirroredPlace):
         return time.monotonic() - self.mirror.life(files.relative_to(self.workdir).as_posix()).born
 
     def discard(self, launch: str, ranks: Iterable[int], incarnation: int, unsure: bool = False) -> None:
-        ranks, bucket = list(ranks), self.mirror.bucket
+        ranks = list(ranks)
         super().discard(launch, ranks, incarnation)
         for key in [key for rank in ranks if (key := life_key(launch, rank, incarnation)) in self.nonces]:
-            if unsure:
-                bucket.put(f"{key}/over", b"1")
-            kept = {f"{key}/over", f"{key}/carry.json"} if unsure else set()
-            for name in set(bucket.list(key + "/")) - kept:
-                bucket.delete(name)
+            take_away = strike_out if unsure else delete_life
+            try:
+                take_away(self.mirror.bucket, key)
+            except BucketError as error:  # what is raised is why it was discarded
+                warnings.warn(f"{key} is left as it is: {error}", stacklevel=2)
             self.mirror.forget(key)
             del self.nonces[key]
 

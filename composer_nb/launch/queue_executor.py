@@ -46,8 +46,8 @@ from composer_nb.launch.queue_jobs import (
 
 # %% auto #0
 __all__ = ['env_file', 'SharedPlace', 'WatchedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'prepare_life', 'Submitter',
-           'Folders', 'Shelf', 'Adopter', 'end_for_good', 'take_back', 'QueueLauncher', 'AttachingExecutor',
-           'LaunchingExecutor', 'QueueExecutor']
+           'Folders', 'Shelf', 'Adopter', 'refuse_half_begun', 'end_for_good', 'take_back', 'QueueLauncher',
+           'AttachingExecutor', 'LaunchingExecutor', 'QueueExecutor']
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000010
 def env_file(variables: dict[str, str]) -> str:
@@ -213,7 +213,8 @@ class Folders:
         self.place.refresh(handle.launch)
         for path in self.place.files(handle.launch, handle.rank, 0).parent.glob(f"rank{handle.rank}-run*"):
             number = int(path.name.rpartition("run")[2])
-            if number > after and not (path / "handle.json").exists():
+            told = (path / "handle.json").exists() and (path / "queue.json").exists()
+            if number > after and not told:
                 found[number] = self.place.age_s(path)
         return dict(sorted(found.items()))
 
@@ -283,7 +284,23 @@ class Adopter:
                     self._supervisor.look([life], now=True)
         return handle
 
+    def adopt_all(self, handle: ReplicaHandle) -> list[Life]:
+        "All lives of a replica that were handed in, and those that are known here."
+        for other in self.shelf.handles(handle.launch, handle.rank):
+            if self.shelf.life(other).process.handed:
+                self.adopt(other)
+        return self._register.lives_of(handle)
+
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000019b
+def refuse_half_begun(lives: Sequence[Life], submitter: Submitter) -> None:
+    "Raises QueueError for a life that its launcher may still be handing in."
+    for life in lives:
+        wait_s = submitter.queue.limit_s - submitter.place.age_s(life.files)
+        if life.status == "running" and not life.process.handed and wait_s > 0:
+            said = f"rank {life.handle.rank} of launch {life.handle.launch!r} is being begun"
+            raise QueueError(f"{said} by another launcher: try again in {wait_s:.0f} s, or see find_handles")
+
+
 def end_for_good(lives: Sequence[Life], supervisor: QueueSupervisor) -> None:
     "Cancels those that run. Raises QueueError for one that is not seen to end: the next would be beside it."
     running = [life for life in lives if life.status == "running"]
@@ -304,6 +321,7 @@ def take_back(half: Submission, age_s: float, queue: SubmittingQueue, place: Wat
     (files / "over").touch(mode=0o600)  # if it has not begun, it begins nothing
     place.exchange(files)
     queue.withdraw(half)
+    place.exchange(files)
     end = time.monotonic() + 2 * place.grace_s + 5
     while (files / "began").exists() and not (files / "exit").exists() and time.monotonic() < end:
         time.sleep(0.1)
@@ -338,9 +356,9 @@ class QueueLauncher(Launcher):
         "The next incarnation of a replica; earlier ones that run, another launcher's too, are cancelled."
         with self._register.lock:
             task, which = self._register.find(handle).task, (handle.launch, [handle.rank], handle.world_size)
-            for other in self._adopter.shelf.handles(handle.launch, handle.rank):
-                self._adopter.adopt(other)
-            end_for_good(lives := self._register.lives_of(handle), self._supervisor)
+            lives = self._adopter.adopt_all(handle)
+            refuse_half_begun(lives, self._submitter)
+            end_for_good(lives, self._supervisor)
             shelf, last = self._adopter.shelf, max(life.handle.incarnation for life in lives)
             for half, age_s in shelf.half_begun(handle, last).items():
                 last = take_back(Submission(task, *which, half), age_s, self._submitter.queue, shelf.place)

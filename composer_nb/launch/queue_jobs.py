@@ -21,8 +21,9 @@ from .local import Environment, Life, Limits, Register, Supervisor, how_it_ended
 
 # %% auto #0
 __all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', 'Queue', 'read_exit', 'read_note', 'number_of',
-           'launch_of', 'QueueJob', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs', 'tell_jobs',
-           'end_jobs', 'read_verdict', 'seconds_of', 'settle', 'ran_s', 'passed', 'QueueWatcher', 'QueueSupervisor']
+           'launch_of', 'QueueJob', 'has_begun', 'is_over', 'how_a_job_ended', 'QueueReader', 'wait_for_jobs',
+           'tell_jobs', 'end_jobs', 'read_verdict', 'seconds_of', 'settle', 'ran_s', 'passed', 'QueueWatcher',
+           'QueueSupervisor']
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #qj000002
 class QueueError(RuntimeError):
@@ -54,6 +55,7 @@ class QueueOptions:
     queue: ClassVar[str] = "the queue"
     forgets: ClassVar[str] = ""  # where else an end may be written, after a semicolon
     lingers: ClassVar[bool] = False  # whether a program may outlive its job by the grace it is given
+    outage_s: ClassVar[float] = 3600.0  # until a queue's last word is believed without the folder's
     sets_up: ClassVar[bool] = False  # whether a machine may run for a while before its program begins
     own_names: ClassVar[frozenset[str]] = frozenset({"CUDA_VISIBLE_DEVICES", "TMPDIR"})  # a node has its own
 
@@ -171,11 +173,12 @@ class QueueJob:
     @property
     def began(self) -> bool:
         "Whether its program has begun, and is not suspended; one that was put back and waits has not."
-        if self.seen.state in ("RUNNING", "SUSPENDED", "UNANSWERED") and not self.options.sets_up:
-            return self.seen.state == "RUNNING"
-        with suppress(FileNotFoundError):  # one line is written each time it begins
-            return len((self.files / "began").read_text().splitlines()) > self.seen.restarts
-        return False
+        return has_begun(self)
+
+    @property
+    def handed(self) -> bool:
+        "Whether its launcher has it from the queue that it was taken in."
+        return (self.files / "queue.json").exists()
 
     @property
     def gone(self) -> bool:
@@ -187,6 +190,18 @@ class QueueJob:
         if code is None and seen.final:
             return 0 if seen.state == "COMPLETED" else seen.exit_code or None
         return code
+
+# %% ../../nbs/launching/05_queue_jobs.ipynb #sj000107d
+def has_begun(job: QueueJob) -> bool:
+    "What `QueueJob.began` says."
+    if job.options.sets_up:  # until another machine begins it, what the last one left stands there
+        here = job.seen.state == "RUNNING" and not (job.files / "exit").exists()
+        return here and (job.files / "began").exists()
+    if job.seen.state in ("RUNNING", "SUSPENDED", "UNANSWERED"):
+        return job.seen.state == "RUNNING"
+    with suppress(FileNotFoundError):  # one line is written each time it begins
+        return len((job.files / "began").read_text().splitlines()) > job.seen.restarts
+    return False
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #sj000107b
 def is_over(job: QueueJob, states: Mapping[tuple[int, int], QueueState] | None) -> bool:
@@ -202,9 +217,13 @@ def is_over(job: QueueJob, states: Mapping[tuple[int, int], QueueState] | None) 
         return False
     job.since = job.since or time.monotonic()
     patience_s = job.options.lag_s if code is not None else max(job.options.lag_s, job.linger_s)
-    late = time.monotonic() - job.since >= patience_s and job.heard() >= job.since
+    if job.seen.state == "GONE" and not job.handed:  # it may be on its way into the queue
+        patience_s += 10 * job.options.command_s
+    waited_s = time.monotonic() - job.since
+    heard = job.heard() >= job.since or waited_s >= job.options.outage_s
+    late = waited_s >= patience_s and heard
     if code is None or requeue:
-        return asked and job.gone and (late or code is not None)
+        return asked and job.gone and (late or (code is not None and heard))
     return code == 0 or job.gone or late
 
 # %% ../../nbs/launching/05_queue_jobs.ipynb #sj000109
