@@ -116,12 +116,12 @@ def test_a_job_that_ends_while_the_bucket_is_away_has_ended_well(folder, hub, ou
 
 
 def test_nobody_is_hung_while_the_bucket_is_away(folder, hub, outage):
-    with executor_in(folder, hub, heartbeat_s=1.5) as made, warnings.catch_warnings():
+    with executor_in(folder, hub, heartbeat_s=1) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (handle,) = made.launch_replicas(1, "prog:wait", [8])
+        (handle,) = made.launch_replicas(1, "prog:wait", [5])
         until(lambda: made.tail(handle) == "awake")
         outage.set()
-        end = time.monotonic() + 4
+        end = time.monotonic() + 2.5
         while time.monotonic() < end:
             assert made.poll(handle) == "running"
             time.sleep(0.1)
@@ -314,8 +314,8 @@ def test_a_loud_program_is_heard_and_hears(folder, monkeypatch):
 
 
 def test_time_that_setting_up_takes_is_not_the_programs(folder, hub):
-    with executor_in(folder, hub, heartbeat_s=2, setup="sleep 4") as made:
-        (handle,) = made.launch_replicas(1, "prog:wait", [3], timeout=5)
+    with executor_in(folder, hub, heartbeat_s=1.5, setup="sleep 2.5") as made:
+        (handle,) = made.launch_replicas(1, "prog:wait", [2], timeout=4)
         (result,) = made.collect([handle], timeout=40)
     assert result.status == "succeeded", result.error
 
