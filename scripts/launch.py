@@ -41,6 +41,7 @@ EXTRAS = {
     "s3fs": "diloco",
     "moto": "drills",
     "boto3": "drills",
+    "botocore": "drills",  # comes with boto3
     "openai": "drills",
     "ray": "ray",
     "kubernetes": "kubernetes",
