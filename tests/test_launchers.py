@@ -150,61 +150,56 @@ class OnKubernetes:
         return KubernetesExecutor(folder, **given)
 
 
-class OnHub:
+class OnRented:
     """Machines that share a bucket. Their folders are their own: programs are told where to keep things."""
 
-    name, outlives = "hub", True
+    outlives = True
     refusal = (ValueError, {"gpu": 64}, "gpu=64")
+    quick = {"time_limit_s": 600, "sync_s": 0.2, "poll_s": 0.2, "lag_s": 3, "command_s": 10}
 
     def __init__(self, cluster):
         self.cluster = cluster
 
-    @staticmethod
-    def make(folder, env=(), **options):
+    @classmethod
+    def make(cls, folder, env=(), **options):
         given = dict(env) if isinstance(env, dict) else dict.fromkeys(env)
-        wishes = {"endpoint": os.environ["HUB"], "bucket": str(Path(folder).parent / "bucket")}
-        wishes["image"] = "python:3.11"
-        quick = {"time_limit_s": 600, "sync_s": 0.2, "poll_s": 0.2, "lag_s": 3, "command_s": 10}
-        found = {"grace_s": 1, "options": HFJobsOptions(**wishes | quick)} | options
-        return HFJobsExecutor(folder, env=given | {"KEPT": str(folder)}, **found)
+        wishes = cls.quick | {"bucket": str(Path(folder).parent / "bucket")}
+        found = {"grace_s": 1, "options": cls.options(wishes)} | options
+        return cls.kind(folder, env=given | {"KEPT": str(folder)}, **found)
 
 
-class OnSageMaker:
-    name, outlives, shows_environment = "sagemaker", True, True
-    refusal = (ValueError, {"gpu": 64}, "gpu=64")
-
-    def __init__(self, cluster):
-        self.cluster = cluster
+class OnSageMaker(OnRented):
+    name, kind, shows_environment = "sagemaker", SageMakerExecutor, True
 
     @staticmethod
-    def make(folder, env=(), **options):
-        given = dict(env) if isinstance(env, dict) else dict.fromkeys(env)
-        wishes = {"endpoint": os.environ["CLOUD"], "bucket": str(Path(folder).parent / "bucket")}
-        wishes |= {"image": "123.dkr.ecr/train:1", "role": "arn:aws:iam::123:role/train", "region": "here-1"}
-        quick = {"time_limit_s": 600, "sync_s": 0.2, "poll_s": 0.2, "lag_s": 3, "command_s": 10}
-        options = {"grace_s": 1, "options": SageMakerOptions(output="s3://out", **wishes | quick)} | options
-        return SageMakerExecutor(folder, env=given | {"KEPT": str(folder)}, **options)
+    def options(wishes):
+        own = {"image": "123.dkr.ecr/train:1", "role": "arn:aws:iam::123:role/train", "region": "here-1"}
+        return SageMakerOptions(endpoint=os.environ["CLOUD"], output="s3://out", **wishes | own)
+
+
+class OnHub(OnRented):
+    name, kind = "hub", HFJobsExecutor
+
+    @staticmethod
+    def options(wishes):
+        return HFJobsOptions(endpoint=os.environ["HUB"], image="python:3.11", **wishes)
 
 
 @pytest.fixture(scope="module")
 def sagemaker_cluster():
-    with SageMakerJobs() as made:
+    with SageMakerJobs() as made, pytest.MonkeyPatch.context() as own:
         told = {"CLOUD": made.url, "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "none"}
-        there = {name: os.environ.get(name) for name in told}
-        os.environ |= told
+        for key, value in told.items():
+            own.setenv(key, value)
         yield made
-        for name, value in there.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @pytest.fixture(scope="module")
 def hub_cluster():
-    with HubJobs(grace_s=1) as made:
-        there = {name: os.environ.get(name) for name in ("HUB", "HF_TOKEN")}
-        os.environ |= {"HUB": made.url, "HF_TOKEN": made.token}
+    with HubJobs(grace_s=1) as made, pytest.MonkeyPatch.context() as own:
+        for key, value in {"HUB": made.url, "HF_TOKEN": made.token}.items():
+            own.setenv(key, value)
         yield made
-        for name, value in there.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @pytest.fixture(scope="module")

@@ -1,42 +1,20 @@
 """The arm of spike 012g, on a tiny model: it learns second tries that passed, and nothing else."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-from test_ladder_arms import SETTINGS
-from tiny import saved_model, tokenizer
+from spike_arms import begun, load_arm
+from spike_arms import trained as cell_of
 
-SPIKE = Path(__file__).resolve().parents[1] / "spikes" / "012g_only_retakes"
-loaded = importlib.util.spec_from_file_location("only_retakes_arm", SPIKE / "arm.py")
-arm = importlib.util.module_from_spec(loaded)
-sys.modules["only_retakes_arm"] = arm
-loaded.loader.exec_module(arm)
+arm = load_arm("012g_only_retakes")
+trained = partial(cell_of, arm)
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    folder, threads = tmp_path_factory.mktemp("arms"), torch.get_num_threads()
-    saved_model(folder / "tiny")
-    tokenizer().save_pretrained(folder / "tiny")
-    found = SETTINGS | {
-        "model": str(folder / "tiny"),
-        "start": str(folder / "start"),
-        "device": "cpu",
-        "seed": 0,
-    }
-    made = arm.cell(found | {"arm": "start"}, "")
-    yield found | {"before": made["figures"]["general_nll"], "folder": folder}
-    torch.set_num_threads(threads)
-
-
-def trained(spec, name, **settings):
-    spec = spec | settings | {"arm": name}
-    folder = spec.pop("folder")
-    spec.pop("before")
-    return arm.cell(spec, str(folder / name), lambda line: None)
+    with begun(arm, tmp_path_factory.mktemp("arms")) as found:
+        yield found
 
 
 def test_it_begins_as_all_arms_do(spec):

@@ -1,38 +1,24 @@
 """The arms of spike 012k, on a tiny model: what each learns from, and where each is reward alone."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from test_ladder_arms import SETTINGS
-from tiny import saved_model, tokenizer
+from spike_arms import SPIKES, begun, load_arm
+from spike_arms import trained as cell_of
+from tiny import tokenizer
 
-SPIKE = Path(__file__).resolve().parents[1] / "spikes" / "012k_other_arms"
-loaded = importlib.util.spec_from_file_location("other_arms", SPIKE / "arm.py")
-arm = importlib.util.module_from_spec(loaded)
-sys.modules["other_arms"] = arm
-loaded.loader.exec_module(arm)
+SPIKE = SPIKES / "012k_other_arms"
+arm = load_arm("012k_other_arms")
+trained = partial(cell_of, arm)
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    folder, threads = tmp_path_factory.mktemp("arms"), torch.get_num_threads()
-    saved_model(folder / "tiny")
-    tokenizer().save_pretrained(folder / "tiny")
-    found = SETTINGS | {"model": str(folder / "tiny"), "start": str(folder / "start"), "device": "cpu"}
-    found |= {"seed": 0, "longer": 2.0, "samples": 4, "budget": 8, "look": 8}
-    arm.cell(found | {"arm": "start"}, "")
-    yield found | {"folder": folder}
-    torch.set_num_threads(threads)
-
-
-def trained(spec, name, **settings):
-    spec = spec | settings | {"arm": name}
-    return arm.cell(spec, str(spec.pop("folder") / name), lambda line: None)
+    with begun(arm, tmp_path_factory.mktemp("arms"), longer=2.0, samples=4, budget=8, look=8) as found:
+        yield found
 
 
 def same(one, other):

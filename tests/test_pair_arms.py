@@ -1,40 +1,23 @@
 """The arms of spike 012j, on a tiny model: what each learns from the set of spike 014."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
-import torch
 import yaml
-from test_ladder_arms import SETTINGS
-from tiny import saved_model, tokenizer
+from spike_arms import SPIKES, begun, load_arm
+from spike_arms import trained as cell_of
 
-SPIKE = Path(__file__).resolve().parents[1] / "spikes" / "012j_pairs"
-loaded = importlib.util.spec_from_file_location("pair_arms", SPIKE / "arm.py")
-arm = importlib.util.module_from_spec(loaded)
-sys.modules["pair_arms"] = arm
-loaded.loader.exec_module(arm)
+SPIKE = SPIKES / "012j_pairs"
+arm = load_arm("012j_pairs")
+trained = partial(cell_of, arm)
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    folder, threads = tmp_path_factory.mktemp("arms"), torch.get_num_threads()
-    saved_model(folder / "tiny")
-    tokenizer().save_pretrained(folder / "tiny")
     plan = yaml.safe_load((SPIKE / "ladders" / "pilot-anchored" / "plan.yaml").read_text())
-    found = SETTINGS | {name: plan["settings"][name] for name in arm.OWN}
-    found |= {"longest_schema": 600, "pairs_per_step": 2, "seed": 0, "device": "cpu"}
-    found |= {"model": str(folder / "tiny"), "start": str(folder / "start")}
-    made = arm.cell(found | {"arm": "start"}, "")
-    yield found | {"folder": folder, "before": made["figures"]["general_nll"]}
-    torch.set_num_threads(threads)
-
-
-def trained(spec, name, **settings):
-    spec = spec | settings | {"arm": name}
-    spec.pop("before")
-    return arm.cell(spec, str(spec.pop("folder") / name), lambda line: None)
+    own = {name: plan["settings"][name] for name in arm.OWN} | {"longest_schema": 600, "pairs_per_step": 2}
+    with begun(arm, tmp_path_factory.mktemp("arms"), **own) as found:
+        yield found
 
 
 def nll(found):

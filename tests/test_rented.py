@@ -496,12 +496,13 @@ def test_a_carrier_that_was_overtaken_begins_nothing(folder, monkeypatch):
     assert not may_begin(life, parcel, "") and life.get("exit") == b"125\n"
 
 
-def test_a_life_that_nobody_counts_on_is_told_to_end(folder):
-    life = sent(folder, "prog:wait")
+@pytest.mark.parametrize(("target", "code"), [("prog:wait", 143), ("prog:deaf", 137)])
+def test_a_life_that_nobody_counts_on_is_told_to_end(folder, target, code):
+    life = sent(folder, target)
     with rented(folder) as machine:
         until(lambda: life.list("log/"))
         life.put("over", b"1")
-        assert machine.wait(30) == 143
+        assert machine.wait(30) == code
 
 
 def test_a_closed_executor_follows_again(folder, hub):

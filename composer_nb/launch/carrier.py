@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,12 @@ class Reporter:
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000009
 OWN_NAMES = frozenset({"CARRIER_BUCKET", "CARRIER_LIFE", "CARRIER_NONCE", "CARRIER_SYNC"})
+_NO_MORE = ("over", "ended.json")
 _BELLS = {"bell.TERM": signal.SIGTERM, "bell.USR1": signal.SIGUSR1, "bell.USR2": signal.SIGKILL}
 
 
 class Surroundings:
     "The environment of a program: that of its machine, without what was meant for the carrier."
-
-    given: Mapping[str, str] = {}
 
     def __call__(self, rank: int, gpu: Any, own: Mapping[str, str]) -> dict[str, str]:
         mine = {name: value for name, value in os.environ.items() if name not in OWN_NAMES}
@@ -107,17 +106,16 @@ class Exchange:
     bucket: Bucket
     reporter: Reporter
     life: Life
+    ending: Ending = field(default_factory=Ending)
     lost: bool = False
     whole: bool = False
-    ended: bool = False
 
     def __call__(self) -> bool:
         "Once, both ways; whether the bucket answered. `whole` is whether all is said."
         try:
             there = self.bucket.list()
-            if not self.ended and {"over", "ended.json"} & set(there):  # nobody counts on it any more
-                self.ended = True
-                self._send(signal.SIGTERM)
+            if self.ending.told == float("inf") and set(_NO_MORE) & set(there):  # nobody counts on it
+                self.ending()
             for name in (name for name in there if name.startswith("bell.")):
                 self._send(_BELLS.get(name, 0))
                 self.bucket.delete(name)
@@ -135,9 +133,9 @@ class Exchange:
             self.life.process.send_signal(number)
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000010
-def watched(exchange: Exchange, ending: Ending, grace_s: float, sync_s: float) -> int:
+def watched(exchange: Exchange, grace_s: float, sync_s: float) -> int:
     "Exchanges until the program has ended; its exit code, as a shell has it."
-    process = exchange.life.process
+    process, ending = exchange.life.process, exchange.ending
     while process.poll() is None:
         if time.monotonic() > ending.told + grace_s:
             process.kill()
@@ -155,9 +153,6 @@ def last_words(exchange: Exchange, code: int, patience_s: float, sync_s: float) 
     exchange.bucket.put("exit", f"{code}\n".encode())
 
 # %% ../../nbs/launching/10_carrier.ipynb #ca000010b
-_NO_MORE = ("over", "ended.json")
-
-
 def may_begin(life: Bucket, parcel: Parcel, nonce: str) -> bool:
     "Whether this machine is to run this life; if so, that is written down."
     if parcel.nonce != nonce or any(life.exists(name) for name in _NO_MORE):
@@ -218,12 +213,12 @@ class Carrier:
             except Exception:
                 return cannot_begin(life, 125, traceback.format_exc())
             ending.begin(started.process)
-            return self._live(Exchange(life, reporter, started), ending, parcel.grace_s)
+            return self._live(Exchange(life, reporter, started, ending), parcel.grace_s)
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _live(self, exchange: Exchange, ending: Ending, grace_s: float) -> int:
-        code = watched(exchange, ending, grace_s, self.sync_s)
+    def _live(self, exchange: Exchange, grace_s: float) -> int:
+        code = watched(exchange, grace_s, self.sync_s)
         end_marked(grace_s, exchange.life.mark)
         last_words(exchange, code, self.patience_s, self.sync_s)
         return code

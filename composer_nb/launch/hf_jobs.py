@@ -5,11 +5,9 @@
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000004
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
@@ -17,7 +15,7 @@ from typing import Any, ClassVar
 from .mirror import MeetingPlace
 from .queue_executor import Submission
 from .queue_jobs import QueueError, QueueOptions, QueueState
-from .rented import RentedExecutor, RentedOptions, RentedQueue
+from .rented import RentedExecutor, RentedOptions, RentingQueue
 
 # %% auto #0
 __all__ = ['HFJobsError', 'HFJobsOptions', 'within', 'HubApi', 'job_state', 'HubQueue', 'TakingHubQueue', 'TellingHubQueue',
@@ -132,7 +130,7 @@ def job_state(job: Any) -> QueueState:
     return QueueState(state, str(job.flavor or ""), said, seconds=int(seconds or 0))
 
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000013
-class HubQueue(RentedQueue):
+class HubQueue(RentingQueue):
     "Jobs of the hub as a queue: one for each life."
 
     _options: HFJobsOptions
@@ -175,31 +173,19 @@ class HubQueue(RentedQueue):
 class TakingHubQueue(HubQueue):
     "What it takes in."
 
-    def hand_in(self, lives: Submission, place: MeetingPlace, command: Sequence[str]) -> int:
-        for rank in lives.ranks:
-            try:
-                self.api.ask("take a job in", lambda rank=rank: self._run(lives, place, rank))
-            except HFJobsError as error:
-                left = ""
-                try:
-                    self.withdraw(lives)
-                except HFJobsError as second:
-                    left = f"; what was begun before may still run ({second})"
-                asked = f"flavor={self._options.flavor!r}, image={self._options.image!r}"
-                raise HFJobsError(f"{error}; asked for {asked}, rank {rank}{left}") from None
-        return lives.number
+    def asked(self) -> str:
+        return f"flavor={self._options.flavor!r}, image={self._options.image!r}"
 
-    def _run(self, lives: Submission, place: MeetingPlace, rank: int) -> Any:
-        options, limit_s = self._options, self._options.time_limit_s
-        if lives.task.timeout is not None:  # the launcher is exact; this is for when it is gone
-            limit_s = min(limit_s, lives.task.timeout + self._grace_s + 600)
-        own = {"name": f"replica-{lives.launch}-{rank}"}
+    def rent(self, lives: Submission, place: MeetingPlace, rank: int) -> None:
+        options, own = self._options, {"name": f"replica-{lives.launch}-{rank}"}
         own |= {"composer-nb-job": str(lives.number), "composer-nb-rank": str(rank)}
-        return self.api.client.run_job(
+        wish = dict(
             image=options.image, command=self.command(), env=self.variables(lives, rank, place),
-            secrets=dict(place.environment.asked) or None, flavor=options.flavor, timeout=math.ceil(limit_s),
-            labels=dict(options.labels or {}) | own, namespace=self.api.namespace,
+            secrets=dict(place.environment.asked) or None, flavor=options.flavor,
+            timeout=self.lasts_s(lives.task), labels=dict(options.labels or {}) | own,
+            namespace=self.api.namespace,
         )  # fmt: skip
+        self.api.ask("take a job in", lambda: self.api.client.run_job(**wish))
 
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000014
 class TellingHubQueue(TakingHubQueue):
@@ -212,16 +198,8 @@ class TellingHubQueue(TakingHubQueue):
                 found[number, int(job.labels["composer-nb-rank"])] = job_state(job)
         return found
 
-    def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
-        if everything:  # a machine goes with all that runs on it
-            self.cancel(tasks)
-        else:
-            self.ring(tasks, name)
-
     def cancel(self, tasks: Sequence[str]) -> None:
-        for task in tasks:  # one that begins only now begins nothing
-            with suppress(FileNotFoundError):
-                (self.files(task) / "over").touch(mode=0o600)
+        self.forbid(tasks)
         numbers = sorted({int(task.split("_")[0]) for task in tasks})
         self._cancel(numbers, lambda number, rank: f"{number}_{rank}" in tasks)
 

@@ -5,14 +5,18 @@
 # %% ../../nbs/launching/11_rented.ipynb #re000004
 from __future__ import annotations
 
+import math
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..diloco.store.bucket import open_bucket
 from .job import ReplicaHandle, check_seconds
+from .local import Task
 from .mirror import MeetingPlace
 from .parcel import life_key
 from .queue_executor import QueueExecutor, Submission
@@ -20,7 +24,7 @@ from .queue_jobs import QueueError, QueueOptions, launch_of
 from .queue_script import ring_all
 
 # %% auto #0
-__all__ = ['RentedOptions', 'RentedQueue', 'RentedExecutor']
+__all__ = ['RentedOptions', 'RentedQueue', 'TellingRentedQueue', 'RentingQueue', 'RentedExecutor']
 
 # %% ../../nbs/launching/11_rented.ipynb #re000006
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,23 @@ class RentedQueue:
             rule = "the kind of machine says which GPUs a replica has; leave it out"
             raise ValueError(f"gpu={gpus!r}: {rule}")
 
+# %% ../../nbs/launching/11_rented.ipynb #re000008c
+class TellingRentedQueue(RentedQueue):
+    "What launchers tell a life, and a platform of its time."
+
+    def lasts_s(self, task: Task) -> int:
+        "What the platform is told: the launcher is exact, and this is for when it is gone."
+        limit_s = self._options.time_limit_s
+        if task.timeout is not None:  # and its machine may be set up for a while
+            limit_s = min(limit_s, task.timeout + self._grace_s + 600)
+        return math.ceil(limit_s)
+
+    def forbid(self, tasks: Sequence[str]) -> None:
+        "One that begins only now begins nothing."
+        for task in tasks:
+            with suppress(FileNotFoundError):
+                (self.files(task) / "over").touch(mode=0o600)
+
     def files(self, task: str) -> Path:
         "The folder of the life that a task such as `12_0` is."
         job, rank = map(int, task.split("_"))
@@ -101,6 +122,43 @@ class RentedQueue:
         if deaf := ring_all([self.files(task) for task in tasks], name, patience_s):
             said = f"{deaf} of {len(tasks)} replicas did not hear SIG{name}"
             raise QueueError(f"{said} within {patience_s:g} s: is the bucket there?")
+
+# %% ../../nbs/launching/11_rented.ipynb #re000008b
+class RentingQueue(TellingRentedQueue):
+    "What it takes in and hands on; a platform says how."
+
+    @abstractmethod
+    def rent(self, lives: Submission, place: MeetingPlace, rank: int) -> None:
+        "Asks for one machine. Raises QueueError."
+
+    @abstractmethod
+    def withdraw(self, lives: Submission) -> None:
+        "Takes a submission back. Raises QueueError."
+
+    @abstractmethod
+    def cancel(self, tasks: Sequence[str]) -> None:
+        "Ends machines, and all that runs there. Raises QueueError."
+
+    @abstractmethod
+    def asked(self) -> str:
+        "The wishes that a refusal may be about."
+
+    def hand_in(self, lives: Submission, place: MeetingPlace, command: Sequence[str]) -> int:
+        for rank in lives.ranks:
+            try:
+                self.rent(lives, place, rank)
+            except QueueError as error:
+                left = ""
+                try:
+                    self.withdraw(lives)
+                except QueueError as second:
+                    left = f"; what was begun before may still run ({second})"
+                said = f"{error}; asked for {self.asked()}, rank {rank}{left}"
+                raise type(error)(said) from None
+        return lives.number
+
+    def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
+        self.cancel(tasks) if everything else self.ring(tasks, name)
 
 # %% ../../nbs/launching/11_rented.ipynb #re000010
 class RentedExecutor(QueueExecutor):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from .local import Environment
 from .mirror import MeetingPlace
 from .queue_executor import Submission
 from .queue_jobs import QueueError, QueueOptions, QueueState, launch_of
-from .rented import RentedExecutor, RentedOptions, RentedQueue
+from .rented import RentedExecutor, RentedOptions, RentingQueue
 
 # %% auto #0
 __all__ = ['SageMakerOptions', 'SageMakerError', 'SageMakerApi', 'training_state', 'life_of', 'job_name', 'shown',
@@ -148,7 +147,7 @@ def shown(environment: Environment) -> dict[str, str]:
     return dict(environment.asked)
 
 # %% ../../nbs/launching/13_sagemaker.ipynb #sg000013
-class TrainingQueue(RentedQueue):
+class TrainingQueue(RentingQueue):
     "Training jobs as a queue: one for each life."
 
     _options: SageMakerOptions
@@ -192,17 +191,14 @@ class StoppingTrainingQueue(TrainingQueue):
 # %% ../../nbs/launching/13_sagemaker.ipynb #sg000014b
 def training_job(
     options: SageMakerOptions, lives: Submission, rank: int, given: Mapping[str, str], command: list[str],
-    grace_s: float,
+    lasts_s: int,
 ) -> dict[str, Any]:  # fmt: skip
     "One life as the service takes it; `given` is its environment."
-    limit_s = options.time_limit_s
-    if lives.task.timeout is not None:  # the launcher is exact; this is for when it is gone
-        limit_s = min(limit_s, lives.task.timeout + grace_s + 600)
-    limits = {"MaxRuntimeInSeconds": math.ceil(limit_s)}
+    limits = {"MaxRuntimeInSeconds": lasts_s}
     below = (options.output or options.bucket).rstrip("/")
     spot: dict[str, Any] = {}
     if options.requeue:
-        limits["MaxWaitTimeInSeconds"] = math.ceil(limit_s + options.wait_s)
+        limits["MaxWaitTimeInSeconds"] = math.ceil(lasts_s + options.wait_s)
         kept = {"S3Uri": f"{below}/checkpoints/{lives.launch}/{rank}"}
         spot = {"EnableManagedSpotTraining": True, "CheckpointConfig": kept}
     machine = {"InstanceType": options.instance_type, "InstanceCount": 1}
@@ -221,22 +217,14 @@ def training_job(
 class TakingTrainingQueue(StoppingTrainingQueue):
     "What it takes in."
 
-    def hand_in(self, lives: Submission, place: MeetingPlace, command: Sequence[str]) -> int:
-        given, how = shown(place.environment), (self.command(), self._grace_s)
-        create = self.api.client.create_training_job
-        for rank in lives.ranks:
-            own = given | self.variables(lives, rank, place)
-            try:
-                self.api.ask("take a job in", create, **training_job(self._options, lives, rank, own, *how))
-            except SageMakerError as error:
-                left = ""
-                try:
-                    self.withdraw(lives)
-                except SageMakerError as second:
-                    left = f"; what was begun before may still run ({second})"
-                asked = f"instance_type={self._options.instance_type!r}, image={self._options.image!r}"
-                raise SageMakerError(f"{error}; asked for {asked}, rank {rank}{left}") from None
-        return lives.number
+    def asked(self) -> str:
+        return f"instance_type={self._options.instance_type!r}, image={self._options.image!r}"
+
+    def rent(self, lives: Submission, place: MeetingPlace, rank: int) -> None:
+        own = shown(place.environment) | self.variables(lives, rank, place)
+        how = (own, self.command(), self.lasts_s(lives.task))
+        wish = training_job(self._options, lives, rank, *how)
+        self.api.ask("take a job in", self.api.client.create_training_job, **wish)
 
 # %% ../../nbs/launching/13_sagemaker.ipynb #sg000015
 class TellingTrainingQueue(TakingTrainingQueue):
@@ -256,16 +244,8 @@ class TellingTrainingQueue(TakingTrainingQueue):
                 wish = {"NextToken": said["NextToken"], "MaxResults": 100} if "NextToken" in said else {}
         return found
 
-    def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
-        if everything:  # a machine goes with all that runs on it
-            self.cancel(tasks)
-        else:
-            self.ring(tasks, name)
-
     def cancel(self, tasks: Sequence[str]) -> None:
-        for task in tasks:  # one that begins only now begins nothing
-            with suppress(FileNotFoundError):
-                (self.files(task) / "over").touch(mode=0o600)
+        self.forbid(tasks)
         self._stop_all(job_name(*life_of(task)) for task in tasks)
 
     def look_by_hand(self, jobs: Sequence[int]) -> str:
