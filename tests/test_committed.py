@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-READS = re.compile(r"golden\.json|golden_numbers\(|spikes/\w+/runs|committed_runs\(")
+READS = re.compile(r"golden\.json|golden_numbers\(|spikes/\w+/runs|committed_runs\(|committed_file\(")
 CHAPTERS = [
     "kernels/01_policy",
     "kernels/03_divergence",
     "kernels/04_fused",
     "kernels/05_taid",
     "kernels/07_preference",
+    "launching/01_job",
     "replay/23_runner",
     "training/20_diagnostics",
     "training/40_trainer",

@@ -13,20 +13,29 @@ from composer_nb.results import checkout_of_package, runs_of
 GOLDEN = "tests/parity/golden.json"
 
 
-def golden_numbers() -> dict[str, Any]:
-    """Losses and gradients that upstream code gave, by case (`tests/parity/golden.json`).
+def committed_file(name: str, does: str) -> Path:
+    """A file of the checkout by its path there, such as `tests/parity/golden.json`.
 
     Looked for in the working folder, in the folders above it, and in the package's checkout. Raises
-    FileNotFoundError that says how to get them.
+    FileNotFoundError that says what the page `does` with it and how to get it.
     """
     here = Path.cwd().resolve()
     for root in filter(None, (here, *here.parents, checkout_of_package())):
-        if (root / GOLDEN).is_file():
-            return json.loads((root / GOLDEN).read_text(encoding="utf-8"))
+        if (root / name).is_file():
+            return root / name
     raise FileNotFoundError(
-        f"{GOLDEN} is not here: this page compares with numbers that upstream code gave; open it in a "
-        "checkout (git clone), or on Colab or Kaggle, where its first cell fetches the book"
+        f"{name} is not here: this page {does}; open it in a checkout (git clone), or on Colab or Kaggle, "
+        "where its first cell fetches the book"
     )
+
+
+def golden_numbers() -> dict[str, Any]:
+    """Losses and gradients that upstream code gave, by case (`tests/parity/golden.json`).
+
+    Raises FileNotFoundError, as `committed_file` does.
+    """
+    path = committed_file(GOLDEN, "compares with numbers that upstream code gave")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def committed_runs(spike: str) -> list[dict[str, Any]]:
