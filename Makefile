@@ -113,7 +113,7 @@ lone: $(DEV_STAMP) model ## run every chapter as Colab does: a lone notebook, on
 
 .PHONY: lone-share
 lone-share: $(DEV_STAMP) model ## the same for pages whose code has changed since `lone`, spike 006, and a draw of the others
-	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork --share 4
+	@OMP_NUM_THREADS=1 $(PY) scripts/run_lone.py --workers $(WORKERS) --fork --share 8
 
 .PHONY: book
 book: $(DEV_STAMP) ## build the book with warnings as errors

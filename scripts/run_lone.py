@@ -10,8 +10,8 @@ TRL, are imported once for many pages; of each environment the first page starts
 Each page meets an environment with what Colab preinstalls and nothing of this project. Pages with the
 same launch cell share one, one after another. `book/lone.json` keeps what ran, `book/lone-3.12.json` what ran
 on Python 3.12 with the newest versions it gets; `--again FILE` runs what failed there, is not in it yet or
-has other code by now, and adds to it. `--share 4` runs, of all pages, those whose code is not that of
-`book/lone.json`, spike 006, which no other stage runs, and of the others one in four of one environment in
+has other code by now, and adds to it. `--share 8` runs, of all pages, those whose code is not that of
+`book/lone.json`, spike 006, which no other stage runs, and of the others one in eight of one environment in
 three, drawn anew by each commit (an environment's installation takes as long as several pages): `make test`
 does that, and `make lone` runs them all. So a chapter whose own cells a commit changes is sure to run; a page
 that only imports what it changes, or a drill, runs by chance.
