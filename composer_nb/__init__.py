@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .launch.job import ServerlessExecutor
     from .launch.kubernetes import K8sExecutor
     from .launch.local import LocalProcessExecutor
+    from .launch.modal import ModalExecutor
     from .launch.sagemaker import SageMakerExecutor
     from .diloco.manager import MockManager, ObjectStoreAllReduce, ObjectStoreManager
     from .diloco.outer_loop import make_diloco_outer_loop
@@ -45,6 +46,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "launch.job": ("ServerlessExecutor",),
     "launch.kubernetes": ("K8sExecutor",),
     "launch.local": ("LocalProcessExecutor",),
+    "launch.modal": ("ModalExecutor",),
     "launch.sagemaker": ("SageMakerExecutor",),
     "diloco.manager": ("MockManager", "ObjectStoreAllReduce", "ObjectStoreManager"),
     "diloco.outer_loop": ("make_diloco_outer_loop",),
@@ -67,16 +69,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "traces.state": ("Action", "ToolCall", "TraceState"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
-_PLANNED = {
-    "ModalExecutor": "launch.modal",
-}
 
 __all__ = ["__version__", *sorted(_PLACES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLANNED:
-        raise ImportError(f"{name} is not built yet: it will be in {__name__}.{_PLANNED[name]}")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)

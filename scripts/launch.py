@@ -45,6 +45,7 @@ EXTRAS = {
     "openai": "drills",
     "ray": "ray",
     "kubernetes": "kubernetes",
+    "modal": "modal",
     "urllib3": "kubernetes",  # its client raises what urllib3 raises
     "openenv": "openenv",
     "websockets": "openenv",

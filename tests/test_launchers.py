@@ -1,9 +1,10 @@
 """One suite for all executors: what a launcher promises holds for processes, clusters and rented machines.
 
 The clusters of Slurm and Ray are real ones, of two nodes on this machine (`drills.slurm_cluster`,
-`drills.ray_cluster`). Of Kubernetes, of the hub and of SageMaker the clients are real and the rest is
-imitated (`drills.kubernetes_cluster`, `drills.hub_jobs`, `drills.sagemaker_jobs`). Where one cannot be
-started, its cases are skipped, and the reason names the remedy.
+`drills.ray_cluster`). Of Kubernetes, of the hub, of SageMaker and of Modal the clients are real and the rest
+is imitated (`drills.kubernetes_cluster`, `drills.hub_jobs`, `drills.sagemaker_jobs`,
+`drills.modal_sandboxes`). Where one cannot be started, its cases are skipped, and the reason names the
+remedy.
 """
 
 import inspect
@@ -23,6 +24,7 @@ import pytest
 
 from composer_nb.drills.hub_jobs import HubJobs
 from composer_nb.drills.kubernetes_cluster import KubernetesCluster
+from composer_nb.drills.modal_sandboxes import ModalSandboxes
 from composer_nb.drills.ray_cluster import RayCluster
 from composer_nb.drills.sagemaker_jobs import SageMakerJobs
 from composer_nb.drills.slurm_cluster import SlurmCluster
@@ -32,6 +34,7 @@ from composer_nb.launch.job import ReplicaHandle, ServerlessExecutor
 from composer_nb.launch.kubernetes import KubernetesError, KubernetesExecutor
 from composer_nb.launch.kubernetes_job import KubernetesOptions
 from composer_nb.launch.local import LocalProcessExecutor
+from composer_nb.launch.modal import ModalExecutor, ModalOptions
 from composer_nb.launch.queue_executor import QueueExecutor, Submission
 from composer_nb.launch.queue_jobs import QueueError, QueueOptions, QueueState, read_exit
 from composer_nb.launch.ray import Holder, RayError, RayExecutor, RayOptions, holder_by_source, same_address
@@ -185,6 +188,20 @@ class OnHub(OnRented):
         return HFJobsOptions(endpoint=os.environ["HUB"], image="python:3.11", **wishes)
 
 
+class OnModal(OnRented):
+    name, kind = "modal", ModalExecutor
+
+    @staticmethod
+    def options(wishes):
+        return ModalOptions(image="python:3.11", **wishes)
+
+
+@pytest.fixture(scope="module")
+def modal_cluster():
+    with ModalSandboxes() as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def sagemaker_cluster():
     with SageMakerJobs() as made, pytest.MonkeyPatch.context() as own:
@@ -218,13 +235,13 @@ def ray_cluster():
         yield made
 
 
-@pytest.fixture(params=["local", "slurm", "ray", "kubernetes", "hub", "sagemaker"])
+@pytest.fixture(params=["local", "slurm", "ray", "kubernetes", "hub", "sagemaker", "modal"])
 def site(request):
     if request.param == "local":
         return Local()
     kinds = {"slurm": (OnSlurm, "cluster"), "ray": (OnRay, "ray_cluster")}
     kinds |= {"kubernetes": (OnKubernetes, "kubernetes_cluster"), "hub": (OnHub, "hub_cluster")}
-    kinds["sagemaker"] = (OnSageMaker, "sagemaker_cluster")
+    kinds |= {"sagemaker": (OnSageMaker, "sagemaker_cluster"), "modal": (OnModal, "modal_cluster")}
     kind, cluster = kinds[request.param]
     return kind(request.getfixturevalue(cluster))
 
@@ -351,7 +368,7 @@ def test_a_restart_that_another_launcher_is_at(site, folder):
         assert sorted(half.iterdir()) == before and made.find_handles() == [handle]
         long_ago = time.time() - 3600
         os.utime(half, (long_ago, long_ago))
-        if site.name in ("hub", "sagemaker"):  # clocks of machines differ: since this launcher first saw it
+        if isinstance(site, OnRented):  # clocks of machines differ: since this launcher first saw it
             made._place.mirror.life(half.relative_to(folder).as_posix()).born -= 3600
         again = made.restart(handle)
         assert again.incarnation == 2 and made.collect([again], timeout=60)[0].value == [2, 0, 1, "2"]
@@ -392,8 +409,8 @@ def test_collect_may_stop_waiting(executor):
 
 OWNER = """
     import json, sys, time
-    from test_launchers import Local, OnHub, OnKubernetes, OnRay, OnSageMaker, OnSlurm
-    kinds = (Local, OnHub, OnKubernetes, OnRay, OnSageMaker, OnSlurm)
+    from test_launchers import Local, OnHub, OnKubernetes, OnModal, OnRay, OnSageMaker, OnSlurm
+    kinds = (Local, OnHub, OnKubernetes, OnModal, OnRay, OnSageMaker, OnSlurm)
     make = {kind.name: kind for kind in kinds}[sys.argv[1]].make
     name = "A_WORD" if sys.argv[1] == "sagemaker" else "A_SECRET"
     made = make(sys.argv[2], env={name: "sesame-open-1234"})
@@ -481,6 +498,9 @@ def everything_readable(site, folder, handles):
     if site.name == "hub":
         texts += [json.dumps(machine.to_dict()).encode() for machine in site.cluster.machines.values()]
         texts += [request.encode() for request in site.cluster.requests]
+    if site.name == "modal":  # its client sends secrets to make a sandbox and reads them nowhere
+        texts += [request.encode() for request in site.cluster.requests if "Create" not in request.split()[0]]
+        texts += [json.dumps(sandbox.told["tags"]).encode() for sandbox in site.cluster.sandboxes.values()]
     if site.name == "kubernetes":
         texts += [request.encode() for request in site.cluster.api.requests]
     if site.name != "local":

@@ -51,7 +51,7 @@ class Machine:
     def __init__(self, told: Mapping[str, Any], folder: Path, grace_s: float) -> None:
         self.id, self.told = uuid.uuid4().hex[:24], dict(told)
         self.created, self.started, self.finished = _now(), None, None
-        self.stage, self.message = "SCHEDULING", None
+        self.stage, self.message, self.code = "SCHEDULING", None, 0
         self._folder, self._grace_s = folder / self.id, grace_s
         self._process: subprocess.Popen | None = None
         self._limit_s = float(told.get("timeoutSeconds") or 1800)
@@ -66,6 +66,7 @@ class Machine:
     def _live(self, images: tuple[str, ...]) -> None:
         self._folder.mkdir()
         if self.told.get("dockerImage") not in images:
+            self.code = 1
             return self._end("ERROR", f"Failed to pull image {self.told.get('dockerImage')}")
         own = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(self._folder), _MARK: self.id}
         given = {**own, **self.told.get("environment", {}), **self.told.get("secrets", {})}
@@ -81,7 +82,7 @@ class Machine:
         late = self._process.poll() is None and not self._cancelled.is_set()
         if self._process.poll() is None:
             self._shut_down()
-        code = self._process.wait()
+        self.code = code = self._process.wait()
         self._shut_down()  # a machine is gone with all that runs on it
         if self._cancelled.is_set():
             return self._end("CANCELED", None)

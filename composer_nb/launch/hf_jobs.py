@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from .mirror import MeetingPlace
 from .queue_executor import Submission
 from .queue_jobs import QueueError, QueueOptions, QueueState
-from .rented import RentedExecutor, RentedOptions, RentingQueue
+from .rented import RentedExecutor, RentedOptions, RentingQueue, within
 
 # %% auto #0
-__all__ = ['HFJobsError', 'HFJobsOptions', 'within', 'HubApi', 'job_state', 'HubQueue', 'TakingHubQueue', 'TellingHubQueue',
+__all__ = ['HFJobsError', 'HFJobsOptions', 'HubApi', 'job_state', 'HubQueue', 'TakingHubQueue', 'TellingHubQueue',
            'HFJobsExecutor']
 
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000007
@@ -57,26 +55,6 @@ class HFJobsOptions(RentedOptions):
         if not self.time_limit_s:
             rule = "pass the seconds that a replica may take; the hub would end it after half an hour"
             raise ValueError(f"time_limit_s={self.time_limit_s!r}: {rule}")
-
-# %% ../../nbs/launching/12_hf_jobs.ipynb #hf000009
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    "What the call gives or raises; TimeoutError when that takes longer."
-    told: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            told.put((call(), None))
-        except BaseException as error:
-            told.put((None, error))
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        found, error = told.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"more than {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return found
 
 # %% ../../nbs/launching/12_hf_jobs.ipynb #hf000009b
 class HubApi:

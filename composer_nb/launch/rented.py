@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from ..diloco.store.bucket import open_bucket
@@ -24,7 +26,7 @@ from .queue_jobs import QueueError, QueueOptions, launch_of
 from .queue_script import ring_all
 
 # %% auto #0
-__all__ = ['RentedOptions', 'RentedQueue', 'TellingRentedQueue', 'RentingQueue', 'RentedExecutor']
+__all__ = ['RentedOptions', 'RentedQueue', 'TellingRentedQueue', 'RentingQueue', 'within', 'RentedExecutor']
 
 # %% ../../nbs/launching/11_rented.ipynb #re000006
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,26 @@ class RentingQueue(TellingRentedQueue):
 
     def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:
         self.cancel(tasks) if everything else self.ring(tasks, name)
+
+# %% ../../nbs/launching/11_rented.ipynb #re000008e
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    "What the call gives or raises; TimeoutError when that takes longer."
+    told: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            told.put((call(), None))
+        except BaseException as error:
+            told.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        found, error = told.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"more than {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return found
 
 # %% ../../nbs/launching/11_rented.ipynb #re000010
 class RentedExecutor(QueueExecutor):
