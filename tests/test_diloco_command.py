@@ -28,10 +28,10 @@ from waiting import together, until
 
 from composer_nb.cli import app
 from composer_nb.diloco import upkeep
-from composer_nb.diloco.command import changes
+from composer_nb.diloco.command import changes, describe
 from composer_nb.diloco.drift import DriftRow, drift, drift_of, split_walks
 from composer_nb.diloco.export import state_at
-from composer_nb.diloco.membership import DuplicateRank
+from composer_nb.diloco.membership import DuplicateRank, heartbeat_key
 from composer_nb.diloco.outer_loop import OuterLoop, make_diloco_outer_loop
 from composer_nb.diloco.overview import Lookout, RunView, open_log
 from composer_nb.diloco.records import RendezvousError
@@ -243,6 +243,42 @@ def test_who_lives_who_fell_silent_who_left(world):
     world.awake = []
     world.sleep(2 * LEASE)
     assert not (view := settled(world)).healthy and not view.finished and not view.faults
+
+
+def test_who_beats_and_does_not_move_is_named(world):
+    stall = 4 * LEASE
+    seats = [world.enter(rank, stall_s=stall) for rank in range(2)]
+    world.round(*seats)
+    seen = lookout(world)
+    before = seen.settle()
+    for _ in range(5):  # rank 0 goes on, rank 1 only beats
+        seats[0].step += 1
+        world.sleep(LEASE)
+    view = seen.look()
+    assert [member.stalled for member in view.members] == [False, True] and view.alive == (0, 1)
+    (fault,) = view.faults
+    assert f"rank 1 beats and has not moved for more than {stall:.0f} s" in fault and not view.healthy
+    assert any(line.startswith("rank 1 has not moved for") for line in changes(before, view))
+    assert any("stalled" in line for line in describe(view))
+    seats[1].step += 1
+    world.look()
+    after = seen.look()
+    assert after.healthy and "rank 1 moves again, at step 1" in list(changes(view, after))
+
+
+def test_a_heartbeat_of_an_older_release_is_no_stalled_one(world):
+    (seat,) = [world.enter(0)]
+    world.round(seat)
+    key = heartbeat_key(0, seat.heartbeat.generation)
+    bucket = world.bucket.under("run")
+    told = json.loads(bucket.get(key))
+    old = {name: value for name, value in told.items() if name not in ("idle_s", "stall_s")}
+    assert len(old) == len(told) - 2
+    world.awake = []
+    bucket.put(key, json.dumps(old).encode())
+    seen = lookout(world)
+    seen.beats.look()
+    assert [member.stalled for member in seen._view().members] == [False]
 
 
 def settled(world: World, **options) -> RunView:

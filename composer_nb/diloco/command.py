@@ -111,7 +111,8 @@ def describe(view: RunView) -> Iterator[str]:
     yield f"{terms.get('model')}; {outer}; {packed}; fragments {terms.get('n_fragments')}"
     yield ""
     yield from _table([
-        {"rank": row.rank, "state": row.state, "round": row.round, "step": row.step,
+        {"rank": row.rank, "state": "stalled" if row.stalled else row.state,
+         "round": row.round, "step": row.step,
          "age": None if row.state == "left" else f"{row.age_s:.1f} s",
          "loss": None if row.loss is None else f"{row.loss:.4g}",
          "up": _size(row.bytes_up), "down": _size(row.bytes_down), "last sign of life": _clock(row.at)}
@@ -235,6 +236,9 @@ def _member_changes(before: RunView, after: RunView) -> Iterator[str]:
             silent = f"is silent for {member.age_s:.0f} s"
             what = {"alive": "is alive again", "silent": silent, "left": "left"}[member.state]
             yield f"rank {member.rank} {what}, at round {member.round}"
+        elif was.stalled != member.stalled:
+            what = f"has not moved for {member.idle_s:.0f} s" if member.stalled else "moves again"
+            yield f"rank {member.rank} {what}, at step {member.step}"
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-watch
 @app.command()

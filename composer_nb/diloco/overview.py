@@ -92,7 +92,8 @@ def open_log(bucket: Bucket) -> RunLog:
 @dataclass(frozen=True)
 class MemberRow:
     """One replica. `state` is alive, silent or left, `age_s` watched seconds since its last sign of life,
-    `at` when that was written, `needs` a round that it cannot read; loss and bytes as of its last round."""
+    `at` when that was written, `idle_s` for how long it had not moved then, `stall_s` when others no longer
+    wait for it; `needs` is a round that it cannot read; loss and bytes are as of its last round."""
 
     rank: int
     state: str
@@ -106,6 +107,14 @@ class MemberRow:
     loss: float | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
+    idle_s: float | None = None
+    stall_s: float | None = None
+
+    @property
+    def stalled(self) -> bool:
+        "Whether it beats and has not moved for `stall_s`."
+        known = self.state == "alive" and self.idle_s is not None and self.stall_s is not None
+        return known and self.idle_s >= self.stall_s
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-round-row
 @dataclass(frozen=True)
@@ -322,6 +331,9 @@ def other_faults(view: RunView, closed: Collection[int]) -> Iterator[str]:
     for member in view.members:
         if member.needs is not None and member.state == "alive":
             yield f"rank {member.rank} cannot read round {member.needs} and asks for a snapshot"
+        if member.stalled:
+            said = f"rank {member.rank} beats and has not moved for more than {member.stall_s:.0f} s"
+            yield f"{said} (step {member.step}): nobody waits for it; look at its process, or start it again"
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-members
 def member_rows(beats: Heartbeats, entries: Mapping[str, Entry]) -> Iterator[MemberRow]:
@@ -336,6 +348,8 @@ def member_rows(beats: Heartbeats, entries: Mapping[str, Entry]) -> Iterator[Mem
         told = {name: n for name, n in numbers.items() if isinstance(n, int | float) and math.isfinite(n)}
         entry = entries.get(f"members/{rank:05d}/{body['generation']:08d}.json")
         plain = {name: body[name] for name in names}
+        for name in ("idle_s", "stall_s"):  # not said by replicas of an older release
+            plain[name] = body[name] if isinstance(body.get(name), int | float) else None
         yield MemberRow(rank, beats.state(rank), beats.age(rank), **plain, at=entry and entry.at, **told)
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-view-of

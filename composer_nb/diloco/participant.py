@@ -83,6 +83,7 @@ class Participant(Standing):
         self.state = State(0, None, (OuterState(),) * len(self.fragments))
         self.step, self.offers = 0, 0
         self.phase, self.events, self.begun = "joining", deque(maxlen=10_000), options.clock()
+        self._moved: tuple[tuple[Any, ...], float] = ((), self.begun)
         self.heartbeat = Heartbeat(self.bucket, rank, options.lease_s, self._status, options.sleep)
         self.membership = Membership(self.heartbeat, options.clock, options.stall)
         self.thread = HeartbeatThread(self.membership, options.timeout_s)
@@ -106,7 +107,14 @@ class Participant(Standing):
     def _status(self) -> dict[str, Any]:
         round = -1 if self.phase == "joining" else self.state.round
         here = {"phase": self.phase, "round": round, "step": self.step, "needs": self.needs}
-        return here | {"offers": self.offers}
+        return here | {"offers": self.offers, "idle_s": self._idle_s(), "stall_s": self.options.stall}
+
+    def _idle_s(self) -> float:
+        "Seconds since this replica moved, as `position` has it, by its own clock."
+        here, now = (self.phase, self.step, self.offers, self.needs), self.options.clock()
+        if self._moved[0] != here:
+            self._moved = here, now
+        return round(now - self._moved[1], 1)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #f6b1cede
 def _check_place(rank: int, spec: Spec) -> None:
