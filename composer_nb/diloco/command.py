@@ -219,7 +219,7 @@ def changes(before: RunView, after: RunView) -> Iterator[str]:
         if fault not in after.faults:
             yield f"mended: {fault}"
 
-
+# %% ../../nbs/scaling_out/65_command.ipynb #dcm-changes-members
 def _identity(row: RoundRow) -> tuple[Any, ...]:
     return row.round, row.closer, row.members, row.at
 

@@ -10,7 +10,7 @@ import threading
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -44,10 +44,10 @@ from .store import Bucket, BucketError, KeyNotFound, open_bucket
 from .update import read_update
 
 # %% auto #0
-__all__ = ['KEPT_HEADS', 'Standing', 'Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run',
-           'keep_snapshots', 'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back',
-           'rewind', 'set_aside', 'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after',
-           'Follower', 'RunMember', 'join_run', 'begin_run']
+__all__ = ['KEPT_HEADS', 'Standing', 'Moves', 'Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot',
+           'sweep_run', 'keep_snapshots', 'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back',
+           'roll_back', 'rewind', 'set_aside', 'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record',
+           'state_after', 'Follower', 'RunMember', 'join_run', 'begin_run']
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #standing
 KEPT_HEADS = 1024  # rounds of which a participant knows under which record it stood
@@ -66,6 +66,21 @@ class Standing:
         kept = {round: head for round, head in before.items() if round > state.round - KEPT_HEADS}
         self.heads: dict[int, str] = kept | {state.round: state.head}
 
+# %% ../../nbs/scaling_out/19_participant.ipynb #moves0001
+class Moves:
+    "For how long something has stood where it stands, by one clock."
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._since = clock, clock()
+        self._here: object = None
+
+    def idle_s(self, here: object) -> float:
+        "Seconds since it was first told to stand here."
+        now = self._clock()
+        if here != self._here:
+            self._here, self._since = here, now
+        return round(now - self._since, 1)
+
 # %% ../../nbs/scaling_out/19_participant.ipynb #e49e1f50
 class Participant(Standing):
     "A replica in a run: its options, the run's log, its members, and the state that all hold in common."
@@ -81,9 +96,8 @@ class Participant(Standing):
         self.log = RunLog(self.bucket, spec, self.config)
         self.fragments, self.lease_s = self.log.fragments, options.lease_s
         self.state = State(0, None, (OuterState(),) * len(self.fragments))
-        self.step, self.offers = 0, 0
+        self.step, self.offers, self._moves = 0, 0, Moves(options.clock)
         self.phase, self.events, self.begun = "joining", deque(maxlen=10_000), options.clock()
-        self._moved: tuple[tuple[Any, ...], float] = ((), self.begun)
         self.heartbeat = Heartbeat(self.bucket, rank, options.lease_s, self._status, options.sleep)
         self.membership = Membership(self.heartbeat, options.clock, options.stall)
         self.thread = HeartbeatThread(self.membership, options.timeout_s)
@@ -105,16 +119,9 @@ class Participant(Standing):
         self.thread.check()
 
     def _status(self) -> dict[str, Any]:
+        here = {"phase": self.phase, "step": self.step, "needs": self.needs, "offers": self.offers}
         round = -1 if self.phase == "joining" else self.state.round
-        here = {"phase": self.phase, "round": round, "step": self.step, "needs": self.needs}
-        return here | {"offers": self.offers, "idle_s": self._idle_s(), "stall_s": self.options.stall}
-
-    def _idle_s(self) -> float:
-        "Seconds since this replica moved, as `position` has it, by its own clock."
-        here, now = (self.phase, self.step, self.offers, self.needs), self.options.clock()
-        if self._moved[0] != here:
-            self._moved = here, now
-        return round(now - self._moved[1], 1)
+        return here | {"round": round, "idle_s": self._moves.idle_s(here), "stall_s": self.options.stall}
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #f6b1cede
 def _check_place(rank: int, spec: Spec) -> None:

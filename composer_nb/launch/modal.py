@@ -17,8 +17,8 @@ from .queue_jobs import QueueError, QueueOptions, QueueState
 from .rented import RentedExecutor, RentedOptions, RentingQueue, within
 
 # %% auto #0
-__all__ = ['ModalError', 'ModalOptions', 'ModalApi', 'sandbox_state', 'ModalQueue', 'TakingModalQueue', 'TellingModalQueue',
-           'ModalExecutor']
+__all__ = ['ModalError', 'ModalOptions', 'ModalApi', 'sandbox_state', 'ModalQueue', 'EndingModalQueue', 'TakingModalQueue',
+           'TellingModalQueue', 'ModalExecutor']
 
 # %% ../../nbs/launching/14_modal.ipynb #mo000007
 class ModalError(QueueError):
@@ -133,6 +133,10 @@ class ModalQueue(RentingQueue):
                 ranks[one.object_id], self._seen[number, rank] = rank, one
         return {ranks[one.object_id]: one for one in listed}
 
+# %% ../../nbs/launching/14_modal.ipynb #mo000013b
+class EndingModalQueue(ModalQueue):
+    "How it ends what runs."
+
     def withdraw(self, lives: Submission) -> None:
         self._end({lives.number: None})
 
@@ -150,7 +154,7 @@ class ModalQueue(RentingQueue):
             raise refused
 
 # %% ../../nbs/launching/14_modal.ipynb #mo000014
-class TakingModalQueue(ModalQueue):
+class TakingModalQueue(EndingModalQueue):
     "What it takes in."
 
     def asked(self) -> str:
@@ -205,7 +209,7 @@ class TellingModalQueue(TakingModalQueue):
     def look_by_hand(self, jobs: Sequence[int]) -> str:
         return f"see `modal container list`, app {self._options.app!r}, tag composer-nb-job"
 
-
+# %% ../../nbs/launching/14_modal.ipynb #mo000015b
 class ModalExecutor(RentedExecutor):
     """Replicas as sandboxes of Modal; the arguments are those of `RentedExecutor`, with `ModalOptions`, which
     must name an image, a bucket and a time limit. Each verb raises ModalError when Modal refuses or cannot
