@@ -498,8 +498,8 @@ def everything_readable(site, folder, handles):
     if site.name == "hub":
         texts += [json.dumps(machine.to_dict()).encode() for machine in site.cluster.machines.values()]
         texts += [request.encode() for request in site.cluster.requests]
-    if site.name == "modal":  # its client sends secrets to make a sandbox and reads them nowhere
-        texts += [request.encode() for request in site.cluster.requests if "Create" not in request.split()[0]]
+    if site.name == "modal":
+        texts += [request.encode() for request in site.cluster.requests]
         texts += [json.dumps(sandbox.told["tags"]).encode() for sandbox in site.cluster.sandboxes.values()]
     if site.name == "kubernetes":
         texts += [request.encode() for request in site.cluster.api.requests]

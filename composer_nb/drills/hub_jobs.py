@@ -51,7 +51,7 @@ class Machine:
     def __init__(self, told: Mapping[str, Any], folder: Path, grace_s: float) -> None:
         self.id, self.told = uuid.uuid4().hex[:24], dict(told)
         self.created, self.started, self.finished = _now(), None, None
-        self.stage, self.message, self.code = "SCHEDULING", None, 0
+        self.stage, self.message, self.code, self.lost = "SCHEDULING", None, 0, False
         self._folder, self._grace_s = folder / self.id, grace_s
         self._process: subprocess.Popen | None = None
         self._limit_s = float(told.get("timeoutSeconds") or 1800)
@@ -110,6 +110,7 @@ class Machine:
 
     def kill(self) -> None:
         """The machine is lost, with all that runs on it."""
+        self.lost = True
         for pid in processes_of(self.id):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -40,8 +40,18 @@ class Sandbox:
 
     def __init__(self, told: dict[str, Any], folder: Path, second: bool) -> None:
         self.id = f"sb-second-{uuid.uuid4().hex}" if second else _new_id("sb")
-        self.told, self.created = told, time.time()
+        self.told, self.created, self.second = told, time.time(), second
         self.machine = Machine(told, folder, 5.0)
+
+    def begin(self, images: tuple[str, ...]) -> None:
+        """On its machine, unless it was ended while it waited for one."""
+        if not self.over:
+            self.machine.begin(images)
+
+    def end(self) -> None:
+        if self.machine.stage == "SCHEDULING":
+            self.machine.stage = "CANCELED"
+        self.machine.cancel()
 
     @property
     def over(self) -> bool:
@@ -103,7 +113,6 @@ class _Sandboxes(_Protocol):
     """Of both generations: the first has GPUs."""
 
     async def create(self, asked: Any, second: bool) -> Sandbox:
-        await asyncio.sleep(self.owner.late_s)
         own, gpus = asked.definition, asked.definition.resources.gpu_config
         environment: dict[str, str] = {}
         for source in asked.secret_sources if second else ():
@@ -126,7 +135,8 @@ class _Sandboxes(_Protocol):
         }  # fmt: skip
         made = Sandbox(told, self.owner.folder, second)
         self.owner.sandboxes[made.id] = made
-        made.machine.begin(self.owner.images)
+        asyncio.get_running_loop().call_later(self.owner.late_s, made.begin, self.owner.images)
+        await asyncio.sleep(self.owner.late_s)  # who asked may be gone by then
         return made
 
     def found(self, name: str) -> Sandbox:
@@ -142,7 +152,8 @@ class _Sandboxes(_Protocol):
             return kinds(status=kinds.GENERIC_STATUS_TERMINATED)
         if machine.message == "Job timeout":
             return kinds(status=kinds.GENERIC_STATUS_TIMEOUT)
-        code = machine.code
+        if (code := machine.code) == -9 and machine.lost:
+            return kinds(status=kinds.GENERIC_STATUS_INTERNAL_FAILURE, exception="The worker was lost.")
         status = kinds.GENERIC_STATUS_FAILURE if code else kinds.GENERIC_STATUS_SUCCESS
         return kinds(status=status, exitcode=128 - code if code < 0 else code)
 
@@ -165,7 +176,7 @@ class _Sandboxes(_Protocol):
         return self.messages.SandboxWaitResponse(result=self.result(sandbox))
 
     async def SandboxTerminate(self, asked: Any) -> Any:
-        self.found(asked.sandbox_id).machine.cancel()
+        self.found(asked.sandbox_id).end()
         return self.messages.SandboxTerminateResponse()
 
     async def SandboxTagsGet(self, asked: Any) -> Any:
@@ -173,7 +184,7 @@ class _Sandboxes(_Protocol):
         told = [self.messages.SandboxTag(tag_name=name, tag_value=value) for name, value in tags.items()]
         return self.messages.SandboxTagsGetResponse(tags=told)
 
-    async def SandboxList(self, asked: Any) -> Any:
+    async def SandboxListV2(self, asked: Any) -> Any:
         wanted, shown = {tag.tag_name: tag.tag_value for tag in asked.tags}, []
         for sandbox in sorted(self.owner.sandboxes.values(), key=lambda one: -one.created):
             earlier = not asked.before_timestamp or sandbox.created < asked.before_timestamp
@@ -182,8 +193,13 @@ class _Sandboxes(_Protocol):
                 shown.append(self.messages.SandboxInfo(id=sandbox.id, created_at=sandbox.created))
         return self.messages.SandboxListResponse(sandboxes=shown[:100])
 
-    SandboxWaitV2, SandboxTerminateV2, SandboxListV2 = SandboxWait, SandboxTerminate, SandboxList
-    SandboxTagsGetV2 = SandboxTagsGet
+    async def SandboxList(self, asked: Any) -> Any:
+        """Of the first generation; the other question is about both."""
+        listed = await self.SandboxListV2(asked)
+        firsts = [one for one in listed.sandboxes if not self.owner.sandboxes[one.id].second]
+        return self.messages.SandboxListResponse(sandboxes=firsts)
+
+    SandboxWaitV2, SandboxTerminateV2, SandboxTagsGetV2 = SandboxWait, SandboxTerminate, SandboxTagsGet
 
 
 class _Service:
@@ -208,7 +224,7 @@ class _Service:
     def _answered(self, name: str, answer: Any) -> Any:
         async def on(stream: Any) -> None:
             asked = await stream.recv_message()
-            self.owner.requests.append(f"{name} {asked}" if name != "SecretGetOrCreate" else name)
+            self.owner.requests.append(name if "Create" in name else f"{name} {asked}")  # those hold secrets
             if self.owner.silent.is_set():
                 await asyncio.sleep(30)
             who = (stream.metadata.get("x-modal-token-id"), stream.metadata.get("x-modal-token-secret"))

@@ -78,6 +78,11 @@ class QueueOptions:
         if not isinstance(self.requeue, bool):
             raise ValueError(f"requeue={self.requeue!r}: pass True or False")
 
+    @property
+    def handing_s(self) -> float:
+        "How long it may take to hand in one rank; a launcher that says nothing for longer is taken for dead."
+        return self.command_s
+
 # %% ../../nbs/launching/05_queue_jobs.ipynb #qj000003
 FINAL = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split()
@@ -218,7 +223,7 @@ def is_over(job: QueueJob, states: Mapping[tuple[int, int], QueueState] | None) 
     job.since = job.since or time.monotonic()
     patience_s = job.options.lag_s if code is not None else max(job.options.lag_s, job.linger_s)
     if job.seen.state == "GONE" and not job.handed:  # it may be on its way into the queue
-        patience_s += 10 * job.options.command_s
+        patience_s += 10 * job.options.handing_s
     waited_s = time.monotonic() - job.since
     heard = job.heard() >= job.since or waited_s >= job.options.outage_s
     late = waited_s >= patience_s and heard

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from ..diloco.store.bucket import open_bucket
+from .entrypoint import write_json
 from .job import ReplicaHandle, check_seconds
 from .local import Task
 from .mirror import MeetingPlace
@@ -58,6 +59,8 @@ class RentedOptions(QueueOptions):
         if not self.sync_s or self.lag_s < 2 * self.sync_s:
             rule = "pass seconds above 0, and a lag_s of at least twice that"
             raise ValueError(f"sync_s={self.sync_s!r}, lag_s={self.lag_s!r}: {rule}")
+        if self.time_limit_s is not None and not math.isfinite(self.time_limit_s):
+            raise ValueError(f"time_limit_s={self.time_limit_s!r}: pass a number of seconds")
         if isinstance(self.files, str):
             raise ValueError(f"files={self.files!r}: pass a list of names")
         if not re.fullmatch(r"[\w./-]+", self.python):
@@ -73,7 +76,7 @@ class RentedQueue:
     "What all platforms have in common, seen as queues."
 
     def __init__(self, options: RentedOptions, grace_s: float, workdir: Path) -> None:
-        self.limit_s, self._options = options.command_s, options
+        self.limit_s, self._options = options.handing_s, options
         self._grace_s, self._workdir = grace_s, workdir
 
     def command(self) -> list[str]:
@@ -149,6 +152,8 @@ class RentingQueue(TellingRentedQueue):
         for rank in lives.ranks:
             try:
                 self.rent(lives, place, rank)
+                files = place.files(lives.launch, rank, lives.incarnation)
+                write_json(files / "queue.json", self.identity())  # others know that it was taken in
             except QueueError as error:
                 left = ""
                 try:
