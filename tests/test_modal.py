@@ -151,7 +151,7 @@ def test_a_launcher_that_waits_for_a_machine_is_not_taken_for_dead(cloud, folder
     with executor_in(folder, command_s=1, capacity_s=30) as first:
         (handle,) = first.launch_replicas(1, "prog:add", [1])
         first.collect([handle], timeout=30)
-        cloud.late_s, made = 3, []
+        cloud.late_s, made = 6, []
         thread = threading.Thread(target=lambda: made.append(first.restart(handle)))
         thread.start()
         try:
@@ -166,15 +166,17 @@ def test_a_launcher_that_waits_for_a_machine_is_not_taken_for_dead(cloud, folder
         assert first.collect(made, timeout=30)[0].value == 2
 
 
-@pytest.mark.parametrize("end", ["kill", "finish"])
-def test_a_launcher_that_did_not_see_it_run_knows_the_end_from_the_bucket(cloud, folder, end):
+@pytest.mark.parametrize("end", ["kill", "finish", "forget"])
+def test_a_launcher_that_did_not_see_it_run_knows_how_it_ended(cloud, folder, end):
     first = executor_in(folder)
     (handle,) = first.launch_replicas(1, "prog:wait", [1 if end == "finish" else 60])
     awake(first, handle)
     machine = sandbox_of(cloud, handle).machine
-    if end == "kill":
+    if end != "finish":
         machine.kill()
     until(lambda: machine.finished)
+    if end == "forget":
+        del cloud.sandboxes[sandbox_of(cloud, handle).id]
     (folder.parent / "else").mkdir()
     with executor_in(folder.parent / "else") as second:
         (result,) = second.collect([second.attach(handle)], timeout=30)
@@ -182,7 +184,8 @@ def test_a_launcher_that_did_not_see_it_run_knows_the_end_from_the_bucket(cloud,
     if end == "finish":
         assert (result.status, result.value) == ("succeeded", "waited")
     else:
-        assert result.status == "failed" and "knows its job no more" in result.error
+        word = "without an exit code" if end == "kill" else "knows its job no more"
+        assert result.status == "failed" and word in result.error
 
 
 def test_two_sandboxes_of_one_life_never_run_beside_each_other(cloud, folder):

@@ -36,7 +36,7 @@ __all__ = ['MINE', 'THEIRS', 'write_whole', 'grow_log', 'Sender', 'LifeMirror', 
            'PackingPlace', 'MirroredPlace', 'strike_out', 'delete_life', 'MeetingPlace']
 
 # %% ../../nbs/launching/11_mirror.ipynb #mi000007
-MINE = ("job.json", "limits.json", "queue.json", "handle.json", "ended.json", "over")
+MINE = ("job.json", "limits.json", "queue.json", "handle.json", "machine", "ended.json", "over")
 THEIRS = ("heartbeat", "began", "exit")
 
 

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from ..diloco.store.bucket import open_bucket
+from ..diloco.store.errors import BucketError
 from .entrypoint import write_json
 from .job import ReplicaHandle, check_seconds
 from .local import Task
@@ -154,6 +155,8 @@ class RentingQueue(TellingRentedQueue):
                 self.rent(lives, place, rank)
                 files = place.files(lives.launch, rank, lives.incarnation)
                 write_json(files / "queue.json", self.identity())  # others know that it was taken in
+                with suppress(BucketError):  # the mirror will
+                    place.exchange(files)
             except QueueError as error:
                 left = ""
                 try:
