@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from grpclib.exceptions import StreamTerminatedError
 from test_rented import PROGRAM, until
 
+from composer_nb.diloco.store.bucket import open_bucket
 from composer_nb.drills.modal_sandboxes import ModalSandboxes
 from composer_nb.launch.job import Program
 from composer_nb.launch.local import Task
@@ -102,8 +104,8 @@ def test_a_stream_that_breaks_is_no_answer(cloud, folder, monkeypatch):
     assert found.value.unsure
     with pytest.raises(ModalError, match="refused to look: 3"):
         api.ask("look", lambda: failing(TypeError(3)))
-    with pytest.raises(MemoryError):  # is none of Modal's
-        api.ask("look", lambda: failing(MemoryError()))
+    with pytest.raises(AttributeError):  # is none of Modal's
+        api.ask("look", lambda: failing(AttributeError(4)))
 
 
 async def failing(error):
@@ -146,19 +148,52 @@ def test_what_is_taken_back_need_not_be_in_a_list_yet(cloud, folder, monkeypatch
     until(lambda: sandbox.poll() is not None)
 
 
+def test_what_a_refused_launch_could_not_take_back_is_struck_out(cloud, folder, monkeypatch):
+    made = executor_in(folder)
+    kind, rent, running = type(made.open_queue(1.0)), type(made.open_queue(1.0)).rent, []
+
+    def rents_one(queue, lives, place, rank):
+        if rank:
+            until(lambda: any("/began" in key for key in open_bucket(bucket).list("replicas/")))
+            raise ModalError("Modal refused to make a sandbox: quota")
+        rent(queue, lives, place, rank)
+        running.append(queue._seen[lives.number, rank])
+
+    def refuses(*_):
+        raise ModalError("Modal refused to list sandboxes: too many requests")
+
+    bucket = str(folder.parent / "bucket")
+    monkeypatch.setattr(kind, "rent", rents_one)
+    monkeypatch.setattr(kind, "running", refuses)
+    with pytest.raises(ModalError, match="may still run .Modal refused to list") as found:
+        made.launch_replicas(2, "prog:wait")
+    assert found.value.unsure
+    until(lambda: running[0].poll() is not None)  # it was known by its id
+    over = [key for key in open_bucket(bucket).list("replicas/") if key.endswith("/over")]
+    assert len(over) == 2  # and what was not would be told by its bucket
+
+
+def test_without_the_client_the_remedy_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "modal", None)
+    with pytest.raises(ModalError, match=r"no package modal here: pip install 'composer-notebooks\[modal\]'"):
+        executor_in(folder).launch_replicas(1, "prog:add", [1])
+
+
 def test_a_launcher_that_waits_for_a_machine_is_not_taken_for_dead(cloud, folder):
     (folder.parent / "else").mkdir()
     with executor_in(folder, command_s=1, capacity_s=30) as first:
         (handle,) = first.launch_replicas(1, "prog:add", [1])
         first.collect([handle], timeout=30)
-        cloud.late_s, made = 6, []
+        cloud.late_s, made = 8, []
         thread = threading.Thread(target=lambda: made.append(first.restart(handle)))
         thread.start()
         try:
-            time.sleep(1.5)
             with executor_in(folder.parent / "else", command_s=1, capacity_s=30) as second:
+                theirs = second.attach(handle)
+                until(lambda: len(second.find_handles()) == 2)
+                time.sleep(1.5)  # longer than one question may take
                 with pytest.raises(QueueError, match="is being begun by another launcher: try again in"):
-                    second.restart(second.attach(handle))
+                    second.restart(theirs)
         finally:
             thread.join(30)
             cloud.late_s = 0

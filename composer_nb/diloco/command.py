@@ -100,6 +100,8 @@ def _names(ranks: Sequence[int]) -> str:
 def headline(view: RunView) -> str:
     "How a run stands, in a line."
     stands = "finished" if view.finished else f"{len(view.alive)} of {len(view.members)} alive"
+    if stalled := [member.rank for member in view.members if member.stalled]:
+        stands += f", rank {_names(stalled)} stalled"
     return f"round {view.committed}, {stands}, {_size(view.size)} in the bucket"
 
 
@@ -152,6 +154,7 @@ def status(
     replayed, view = _replayed(bucket, view) if verify else (None, view)
     if as_json:
         told = {"alive": view.alive, "finished": view.finished, "healthy": view.healthy}
+        told["stalled"] = [member.rank for member in view.members if member.stalled]
         typer.echo(json.dumps(asdict(view) | told | {"replayed": replayed}, indent=1))
     else:
         typer.echo(f"{run_id}: {headline(view)}")
@@ -237,7 +240,8 @@ def _member_changes(before: RunView, after: RunView) -> Iterator[str]:
             what = {"alive": "is alive again", "silent": silent, "left": "left"}[member.state]
             yield f"rank {member.rank} {what}, at round {member.round}"
         elif was.stalled != member.stalled:
-            what = f"has not moved for {member.idle_s:.0f} s" if member.stalled else "moves again"
+            long = f"has not moved for {member.idle_s:.0f} s, and nobody waits for it"
+            what = long if member.stalled else "moves again"
             yield f"rank {member.rank} {what}, at step {member.step}"
 
 # %% ../../nbs/scaling_out/65_command.ipynb #dcm-watch

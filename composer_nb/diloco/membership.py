@@ -23,7 +23,7 @@ from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
 __all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'position',
-           'put_back', 'round_of', 'Heartbeat', 'outlive', 'member_row', 'tell_stalled', 'Membership',
+           'put_back', 'round_of', 'Heartbeat', 'outlive', 'member_row', 'tell_stalled', 'Membership', 'standing_of',
            'HeartbeatThread']
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #e139d5cc
@@ -248,6 +248,14 @@ class Membership:
                 body = body | self.own.status() if mine else body
                 rows.append(member_row(rank, body, (self.watch, self.moves), now, mine=mine))
             return rows
+
+# %% ../../nbs/scaling_out/17_membership.ipynb #membership-standing
+def standing_of(membership: Membership) -> dict[str, float | None]:
+    """What a heartbeat says of this: for how long its replica has not moved, and when others no longer wait
+    for it. None: not known, never."""
+    idle_s = round(membership.moves.age(membership.own.rank, membership.clock()), 1)
+    told = {"idle_s": idle_s, "stall_s": membership.moves.lease_s}
+    return {name: seconds if math.isfinite(seconds) else None for name, seconds in told.items()}
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #5b0ec6d0
 class HeartbeatThread:

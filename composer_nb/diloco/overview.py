@@ -93,7 +93,8 @@ def open_log(bucket: Bucket) -> RunLog:
 class MemberRow:
     """One replica. `state` is alive, silent or left, `age_s` watched seconds since its last sign of life,
     `at` when that was written, `idle_s` for how long it had not moved then, `stall_s` when others no longer
-    wait for it; `needs` is a round that it cannot read; loss and bytes are as of its last round."""
+    wait for it, `waits` whether it has offered to the open round, or joins; `needs` is a round that it cannot
+    read; loss and bytes are as of its last round."""
 
     rank: int
     state: str
@@ -109,12 +110,13 @@ class MemberRow:
     bytes_down: int | None = None
     idle_s: float | None = None
     stall_s: float | None = None
+    waits: bool = False
 
     @property
     def stalled(self) -> bool:
-        "Whether it beats and has not moved for `stall_s`."
+        "Whether it beats, has not moved for `stall_s`, and does not wait for others."
         known = self.state == "alive" and self.idle_s is not None and self.stall_s is not None
-        return known and self.idle_s >= self.stall_s
+        return known and not self.waits and self.idle_s >= self.stall_s
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-round-row
 @dataclass(frozen=True)
@@ -331,13 +333,13 @@ def other_faults(view: RunView, closed: Collection[int]) -> Iterator[str]:
     for member in view.members:
         if member.needs is not None and member.state == "alive":
             yield f"rank {member.rank} cannot read round {member.needs} and asks for a snapshot"
-        if member.stalled:
-            said = f"rank {member.rank} beats and has not moved for more than {member.stall_s:.0f} s"
-            yield f"{said} (step {member.step}): nobody waits for it; look at its process, or start it again"
+
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-members
-def member_rows(beats: Heartbeats, entries: Mapping[str, Entry]) -> Iterator[MemberRow]:
-    "A row per rank; loss and bytes are read from `health/`."
+def member_rows(
+    beats: Heartbeats, entries: Mapping[str, Entry], offered: Collection[int]
+) -> Iterator[MemberRow]:
+    "A row per rank; loss and bytes are read from `health/`. `offered` are the ranks in the open round."
     names = ("round", "step", "phase", "generation", "needs")
     for rank, body in sorted(beats.bodies.items()):
         shown = dict[str, Any]()
@@ -350,6 +352,7 @@ def member_rows(beats: Heartbeats, entries: Mapping[str, Entry]) -> Iterator[Mem
         plain = {name: body[name] for name in names}
         for name in ("idle_s", "stall_s"):  # not said by replicas of an older release
             plain[name] = body[name] if isinstance(body.get(name), int | float) else None
+        plain["waits"] = rank in offered or body["phase"] == "joining"
         yield MemberRow(rank, beats.state(rank), beats.age(rank), **plain, at=entry and entry.at, **told)
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-view-of
@@ -363,7 +366,8 @@ def view_of(bucket: Bucket, terms: Mapping[str, Any], beats: Heartbeats, last: i
     shots = tuple(snapshot_rows(bucket, entries, found))
     committed = max([*closed, *(shot.round for shot in shots)], default=0)
     back = [key[12:20] for key in entries if key.startswith("rolled-back/") and key[12:20].isdecimal()]
-    members, offered = tuple(member_rows(beats, entries)), keys.look(committed + 1, entries)[1]
+    offered = keys.look(committed + 1, entries)[1]
+    members = tuple(member_rows(beats, entries, offered))
     size = sum(entry.size for entry in entries.values())
     rest = tuple(sorted(offered)), tuple(sorted(map(int, back))), size, ()
     view = RunView(terms, committed, members, rows, shots, *rest)

@@ -10,7 +10,7 @@ import threading
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from composer_nb.diloco.membership import (
     Member,
     Membership,
     put_back,
+    standing_of,
 )
 from .outer import OuterState
 from .payload import Spec, spec_of
@@ -44,10 +45,10 @@ from .store import Bucket, BucketError, KeyNotFound, open_bucket
 from .update import read_update
 
 # %% auto #0
-__all__ = ['KEPT_HEADS', 'Standing', 'Moves', 'Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot',
-           'sweep_run', 'keep_snapshots', 'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back',
-           'roll_back', 'rewind', 'set_aside', 'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record',
-           'state_after', 'Follower', 'RunMember', 'join_run', 'begin_run']
+__all__ = ['KEPT_HEADS', 'Standing', 'Participant', 'live_ranks', 'ahead_of', 'note', 'Observer', 'write_snapshot', 'sweep_run',
+           'keep_snapshots', 'help_others', 'ask_for_snapshot', 'state_of_others', 'may_roll_back', 'roll_back',
+           'rewind', 'set_aside', 'state_beyond', 'was_rolled_back', 'catch_up', 'apply_record', 'state_after',
+           'Follower', 'RunMember', 'join_run', 'begin_run']
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #standing
 KEPT_HEADS = 1024  # rounds of which a participant knows under which record it stood
@@ -66,21 +67,6 @@ class Standing:
         kept = {round: head for round, head in before.items() if round > state.round - KEPT_HEADS}
         self.heads: dict[int, str] = kept | {state.round: state.head}
 
-# %% ../../nbs/scaling_out/19_participant.ipynb #moves0001
-class Moves:
-    "For how long something has stood where it stands, by one clock."
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._since = clock, clock()
-        self._here: object = None
-
-    def idle_s(self, here: object) -> float:
-        "Seconds since it was first told to stand here."
-        now = self._clock()
-        if here != self._here:
-            self._here, self._since = here, now
-        return round(now - self._since, 1)
-
 # %% ../../nbs/scaling_out/19_participant.ipynb #e49e1f50
 class Participant(Standing):
     "A replica in a run: its options, the run's log, its members, and the state that all hold in common."
@@ -96,7 +82,7 @@ class Participant(Standing):
         self.log = RunLog(self.bucket, spec, self.config)
         self.fragments, self.lease_s = self.log.fragments, options.lease_s
         self.state = State(0, None, (OuterState(),) * len(self.fragments))
-        self.step, self.offers, self._moves = 0, 0, Moves(options.clock)
+        self.step, self.offers = 0, 0
         self.phase, self.events, self.begun = "joining", deque(maxlen=10_000), options.clock()
         self.heartbeat = Heartbeat(self.bucket, rank, options.lease_s, self._status, options.sleep)
         self.membership = Membership(self.heartbeat, options.clock, options.stall)
@@ -119,9 +105,9 @@ class Participant(Standing):
         self.thread.check()
 
     def _status(self) -> dict[str, Any]:
-        here = {"phase": self.phase, "step": self.step, "needs": self.needs, "offers": self.offers}
         round = -1 if self.phase == "joining" else self.state.round
-        return here | {"round": round, "idle_s": self._moves.idle_s(here), "stall_s": self.options.stall}
+        here = {"phase": self.phase, "round": round, "step": self.step, "needs": self.needs}
+        return here | {"offers": self.offers} | standing_of(self.membership)
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #f6b1cede
 def _check_place(rank: int, spec: Spec) -> None:

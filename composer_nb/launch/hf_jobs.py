@@ -23,9 +23,6 @@ __all__ = ['HFJobsError', 'HFJobsOptions', 'HubApi', 'job_state', 'HubQueue', 'T
 class HFJobsError(QueueError):
     "The hub refused, or cannot be asked; the message names the value and what to do."
 
-    @property
-    def unsure(self) -> bool:
-        return "no answer" in str(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,6 @@ __all__ = ['K8sExecutor', 'KubernetesError', 'load_configuration', 'words_of', '
 class KubernetesError(QueueError):
     "Kubernetes refused, or cannot be asked; the message names the value and what to do."
 
-    @property
-    def unsure(self) -> bool:
-        return "no answer" in str(self)
 
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")

@@ -9,12 +9,11 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .job import check_seconds
-from .mirror import MeetingPlace
+from .mirror import MeetingPlace, write_whole
 from .queue_executor import Submission
 from .queue_jobs import QueueError, QueueOptions, QueueState, launch_of
 from .rented import RentedExecutor, RentedOptions, RentingQueue, within
@@ -27,9 +26,6 @@ __all__ = ['ModalError', 'UnknownSandbox', 'ModalOptions', 'check_modal', 'Modal
 class ModalError(QueueError):
     "Modal refused, or cannot be asked; the message names the value and what to do."
 
-    @property
-    def unsure(self) -> bool:
-        return "no answer" in str(self)
 
 
 class UnknownSandbox(ModalError):
@@ -42,9 +38,9 @@ class ModalOptions(RentedOptions):
 
     `image` is a Docker image with Python, or the id of an image that Modal has (`im-…`); `gpu` a kind and a
     count as the client takes them ("H100:2"). `app` is the name under which the sandboxes stand, made where
-    there is none. An image and a machine are waited for `capacity_s` seconds. `time_limit_s` must be given.
-    The token is the client's own (`modal token new`, or MODAL_TOKEN_ID and MODAL_TOKEN_SECRET). Raises
-    ValueError, naming the value.
+    there is none. For each rank, an image and a machine are waited for `capacity_s` seconds. `time_limit_s`
+    must be given. The token is the client's own (`modal token new`, or MODAL_TOKEN_ID and
+    MODAL_TOKEN_SECRET). Raises ValueError, naming the value.
     """
 
     queue: ClassVar[str] = "Modal"
@@ -89,8 +85,11 @@ class ModalApi:
     "The app that the options name. Raises ModalError."
 
     def __init__(self, options: ModalOptions) -> None:
-        import modal
-
+        try:
+            import modal
+        except ModuleNotFoundError:
+            remedy = "pip install 'composer-notebooks[modal]'"
+            raise ModalError(f"there is no package modal here: {remedy}") from None
         self.client, self._limit_s = modal, options.command_s
         self.app = self.ask("open the app", lambda: modal.App.lookup.aio(options.app, create_if_missing=True))
 
@@ -117,8 +116,8 @@ class ModalApi:
         if isinstance(error, (*lost, OSError)) or kind.__module__.partition(".")[0] in ("grpclib", "h2"):
             said = f"Modal gave no answer when asked to {what} ({kind.__name__}: {error})"
             return ModalError(f"{said}: try again, or raise command_s or capacity_s")
-        known = (errors.Error, TypeError, ValueError, AttributeError)
-        return ModalError(f"Modal refused to {what}: {error}") if isinstance(error, known) else error
+        refused = isinstance(error, (errors.Error, TypeError, ValueError))  # the client checks values, too
+        return ModalError(f"Modal refused to {what}: {error}") if refused else error
 
 # %% ../../nbs/launching/14_modal.ipynb #mo000011
 async def how_it_ended(sandbox: Any) -> int | str | None:
@@ -158,6 +157,7 @@ class KnownSandboxes(RentingQueue):
         super().__init__(*given)
         self._seen: dict[tuple[int, int], Any] = {}
         self._ended: dict[tuple[int, int], int | str] = {}
+        self._forgotten: set[tuple[int, int]] = set()
 
     @property
     def api(self) -> ModalApi:
@@ -173,10 +173,13 @@ class KnownSandboxes(RentingQueue):
         launch, incarnation, first = launch_of(number)
         for path in self._workdir.glob(f"replicas/{launch}/rank*-run{incarnation}/machine"):
             rank = int(path.parent.name.partition("-")[0][4:])
-            if (number, rank) not in self._seen and (rank == first or not incarnation):
+            new = (number, rank) not in self._seen and (number, rank) not in self._forgotten
+            if new and (rank == first or not incarnation):
                 finding = lambda path=path: self.api.client.Sandbox.from_id.aio(path.read_text())  # noqa: E731
-                with suppress(UnknownSandbox):
+                try:
                     self._seen[number, rank] = self.api.ask("find a sandbox", finding)
+                except UnknownSandbox:
+                    self._forgotten.add((number, rank))
 
 # %% ../../nbs/launching/14_modal.ipynb #mo000013a
 class ModalQueue(KnownSandboxes):
@@ -212,7 +215,11 @@ class EndingModalQueue(ModalQueue):
         for number, ranks in wanted.items():
             own = {rank: one for (job, rank), one in self._seen.items() if job == number}
             own = {rank: one for rank, one in own.items() if (number, rank) not in self._ended}
-            for rank, sandbox in (own | self.running(number)).items():
+            try:
+                own |= self.running(number)
+            except ModalError as error:
+                refused = error
+            for rank, sandbox in own.items():
                 if ranks is None or rank in ranks:
                     try:
                         self.api.ask("end a sandbox", sandbox.terminate.aio)
@@ -244,7 +251,8 @@ class TakingModalQueue(EndingModalQueue):
         making = lambda: client.Sandbox.create.aio(*self.command(), **wish)  # noqa: E731
         made = self.api.ask("make a sandbox", making, options.handing_s)
         self._seen[lives.number, rank] = made
-        (place.files(lives.launch, rank, lives.incarnation) / "machine").write_text(made.object_id)
+        files = place.files(lives.launch, rank, lives.incarnation)
+        write_whole(files / "machine", made.object_id.encode())
 
 # %% ../../nbs/launching/14_modal.ipynb #mo000015
 class TellingModalQueue(TakingModalQueue):

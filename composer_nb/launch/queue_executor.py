@@ -46,8 +46,8 @@ from composer_nb.launch.queue_jobs import (
 
 # %% auto #0
 __all__ = ['env_file', 'SharedPlace', 'WatchedPlace', 'Submission', 'tidy_words', 'SubmittingQueue', 'prepare_life', 'Submitter',
-           'Folders', 'Shelf', 'Adopter', 'refuse_half_begun', 'end_for_good', 'take_back', 'QueueLauncher',
-           'AttachingExecutor', 'LaunchingExecutor', 'QueueExecutor']
+           'Folders', 'Shelf', 'Adopter', 'handing_s', 'refuse_half_begun', 'end_for_good', 'take_back',
+           'QueueLauncher', 'AttachingExecutor', 'LaunchingExecutor', 'QueueExecutor']
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000010
 def env_file(variables: dict[str, str]) -> str:
@@ -292,10 +292,15 @@ class Adopter:
         return self._register.lives_of(handle)
 
 # %% ../../nbs/launching/05_queue_executor.ipynb #qe000019b
+def handing_s(queue: SubmittingQueue) -> float:
+    "How long a queue may take to be handed a rank; a launcher that is silent for longer is taken for dead."
+    return getattr(queue, "handing_s", queue.limit_s)
+
+
 def refuse_half_begun(lives: Sequence[Life], submitter: Submitter) -> None:
     "Raises QueueError for a life that its launcher may still be handing in."
     for life in lives:
-        wait_s = submitter.queue.limit_s - submitter.place.age_s(life.files)
+        wait_s = handing_s(submitter.queue) - submitter.place.age_s(life.files)
         if life.status == "running" and not life.process.handed and wait_s > 0:
             said = f"rank {life.handle.rank} of launch {life.handle.launch!r} is being begun"
             raise QueueError(f"{said} by another launcher: try again in {wait_s:.0f} s, or see find_handles")
@@ -315,9 +320,9 @@ def take_back(half: Submission, age_s: float, queue: SubmittingQueue, place: Wat
     """Takes a life out of the queue whose launcher died while it began it; its incarnation. Raises QueueError
     where that launcher may still be at it. One that has begun is waited for, as long as its end may take."""
     files = place.files(half.launch, half.ranks[0], half.incarnation)
-    if age_s < queue.limit_s and not (files / "over").exists():
+    if (wait_s := handing_s(queue) - age_s) > 0 and not (files / "over").exists():
         said = f"rank {half.ranks[0]} of launch {half.launch!r} is being begun by another launcher"
-        raise QueueError(f"{said}: try again in {queue.limit_s - age_s:.0f} s, or see find_handles")
+        raise QueueError(f"{said}: try again in {wait_s:.0f} s, or see find_handles")
     (files / "over").touch(mode=0o600)  # if it has not begun, it begins nothing
     place.exchange(files)
     queue.withdraw(half)

@@ -29,10 +29,13 @@ __all__ = ['FINAL', 'QueueError', 'check_whole', 'QueueOptions', 'QueueState', '
 class QueueError(RuntimeError):
     "A queue refused, or cannot be asked; the message names the value and what to do."
 
+    signs: ClassVar[tuple[str, ...]] = ("no answer",)
+    left_behind = False  # whether something that was begun may still run
+
     @property
     def unsure(self) -> bool:
         "Whether what was asked for may have happened all the same."
-        return False
+        return self.left_behind or any(words in str(self) for words in self.signs)
 
 
 def check_whole(name: str, value: int | None) -> None:

@@ -34,9 +34,6 @@ __all__ = ['RayError', 'check_number', 'RayOptions', 'node_here', 'devices_here'
 class RayError(QueueError):
     "Ray refused, or cannot be asked; the message names the value and what to do."
 
-    @property
-    def unsure(self) -> bool:
-        return "no answer" in str(self)
 
 
 def check_number(name: str, value: Any) -> None:

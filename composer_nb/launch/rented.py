@@ -77,7 +77,7 @@ class RentedQueue:
     "What all platforms have in common, seen as queues."
 
     def __init__(self, options: RentedOptions, grace_s: float, workdir: Path) -> None:
-        self.limit_s, self._options = options.handing_s, options
+        self.limit_s, self.handing_s, self._options = options.command_s, options.handing_s, options
         self._grace_s, self._workdir = grace_s, workdir
 
     def command(self) -> list[str]:
@@ -158,13 +158,14 @@ class RentingQueue(TellingRentedQueue):
                 with suppress(BucketError):  # the mirror will
                     place.exchange(files)
             except QueueError as error:
-                left = ""
+                left = ""  # what was begun before
                 try:
                     self.withdraw(lives)
                 except QueueError as second:
                     left = f"; what was begun before may still run ({second})"
-                said = f"{error}; asked for {self.asked()}, rank {rank}{left}"
-                raise type(error)(said) from None
+                refusal = type(error)(f"{error}; asked for {self.asked()}, rank {rank}{left}")
+                refusal.left_behind = bool(left)
+                raise refusal from None
         return lives.number
 
     def signal(self, tasks: Sequence[str], name: str, *, everything: bool = False) -> None:

@@ -63,9 +63,6 @@ class SageMakerOptions(RentedOptions):
 class SageMakerError(QueueError):
     "SageMaker refused, or cannot be asked; the message names the value and what to do."
 
-    @property
-    def unsure(self) -> bool:
-        return "no answer" in str(self)
 
 # %% ../../nbs/launching/13_sagemaker.ipynb #sg000009
 class SageMakerApi:

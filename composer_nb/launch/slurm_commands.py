@@ -25,9 +25,7 @@ __all__ = ['SlurmError', 'check_gpus', 'SlurmOptions', 'wish_words', 'time_words
 class SlurmError(QueueError):
     "Slurm refused, or cannot be asked; the message names the value and what to do."
 
-    @property
-    def unsure(self) -> bool:
-        return any(words in str(self) for words in ("no answer", "timed out", "not the number"))
+    signs: ClassVar[tuple[str, ...]] = ("no answer", "timed out", "not the number")
 
 
 def _check_name(name: str, value: str | None) -> None:
