@@ -47,7 +47,7 @@ def test_a_row_says_its_numbers_and_keeps_its_order(book) -> None:
     assert d < zero < e and zero < a, "zero is on the axis, where the numbers put it"
 
 
-NOT_OF_TRAINED_ARMS = {"003b_equal_cost", "011_turn_local", "011c_house_rules"}
+NOT_OF_TRAINED_ARMS = {"003b_equal_cost", "011_turn_local", "011c_house_rules", "012l_arithmetic"}
 
 
 def test_the_results_page_draws_every_registered_difference(book) -> None:
