@@ -5,6 +5,7 @@
 # %% ../../nbs/frameworks/52_verl.ipynb #vl000004
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,9 @@ from ..policy import policy_denominator
 from ..preference import sequence_logprobs
 
 # %% auto #0
-__all__ = ['SEGMENTS', 'OURS', 'HINT', 'check_config', 'rollouts_of', 'has_hints', 'has_pairs', 'row_fields', 'counts_of',
-           'step_fields', 'jagged', 'as_tensordict', 'hint_on_logits', 'grid_of', 'channels_of', 'replay_on_logprobs',
-           'check_step', 'ChannelLoss', 'metrics_of']
+__all__ = ['SEGMENTS', 'OURS', 'HINT', 'SETTINGS', 'check_config', 'rollouts_of', 'has_hints', 'has_pairs', 'row_fields',
+           'counts_of', 'step_fields', 'jagged', 'as_tensordict', 'hint_on_logits', 'grid_of', 'channels_of',
+           'replay_on_logprobs', 'check_step', 'ChannelLoss', 'metrics_of']
 
 # %% ../../nbs/frameworks/52_verl.ipynb #vl000006
 SEGMENTS = ("student", "teacher", "chosen", "rejected")
@@ -167,8 +168,23 @@ def jagged(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
+SETTINGS = (  # what verl's worker and its FSDP engine read of a batch, beside what is set below
+    "calculate_entropy", "dataloader_kwargs", "disable_auto_offload", "epochs", "force_group_size",
+    "global_token_num", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "mini_batch_size",
+    "no_lora_adapter", "num_mini_batch", "return_model_output", "seed", "temperature", "update_lr_scheduler",
+    "use_dynamic_bsz", "use_fused_kernels", "use_remove_padding",
+)  # fmt: skip
+
+
 def as_tensordict(batch: ComposerBatch, config: LossConfig, **settings: Any) -> Any:
-    "verl's batch for one `train_batch`; `settings` are verl's own, as `num_mini_batch=1`. Needs verl 0.9."
+    """verl's batch for one `train_batch`; `settings` are verl's own, as `num_mini_batch=1`. Needs verl 0.9.
+
+    Raises ValueError for a setting that verl does not read.
+    """
+    if unknown := sorted(settings.keys() - set(SETTINGS)):
+        near = difflib.get_close_matches(unknown[0], SETTINGS, 1)
+        remedy = f"did you mean {near[0]}?" if near else f"it reads {', '.join(SETTINGS)}"
+        raise ValueError(f"verl reads no setting {unknown[0]!r} of a batch: {remedy}")
     require_tested("verl", ("0.9",))
     from verl.utils import tensordict_utils
 

@@ -25,7 +25,7 @@ from .vllm_weights import BACKEND, Announced, leave_weights
 T = TypeVar("T")
 
 # %% auto #0
-__all__ = ['T', 'TESTED', 'FolderClient', 'PatientClient', 'HandingClient', 'SendingClient', 'check_logprobs', 'SamplingClient',
+__all__ = ['T', 'TESTED', 'FolderClient', 'until_up', 'hand_over', 'SendingClient', 'check_logprobs', 'SamplingClient',
            'weights_through']
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000006b
@@ -72,50 +72,53 @@ class FolderClient(VLLMClient):
         self.told = None
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007b
-class PatientClient(FolderClient):
-    "Waits for a server that went away."
+def until_up(ask: Callable[[], T], url: str, wait_s: float) -> T:
+    """What `ask` returns, of a server at `url` that may go away and come back meanwhile.
 
-    def _until_up(self, ask: Callable[[], T]) -> T:
-        "What `ask` returns, of a server that may go away and come back meanwhile."
-        until = 0.0
-        while True:
-            try:
-                return ask()
-            except AWAY as error:
-                until = until or time.monotonic() + self.wait_s
-                while not healthy(self.base_url) and time.monotonic() < until:
-                    time.sleep(0.5)
-                if time.monotonic() >= until:
-                    raise ConnectionError(f"{self.base_url} stayed away for {self.wait_s} s") from error
-                time.sleep(0.1)
+    Raises ConnectionError `wait_s` after its first failure.
+    """
+    until = 0.0
+    while True:
+        try:
+            return ask()
+        except AWAY as error:
+            until = until or time.monotonic() + wait_s
+            while not healthy(url) and time.monotonic() < until:
+                time.sleep(0.5)
+            if time.monotonic() >= until:
+                raise ConnectionError(f"{url} stayed away for {wait_s} s") from error
+            time.sleep(0.1)
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007c
-class HandingClient(PatientClient):
-    "Hands the last version over, step by step as vLLM wants it."
+def hand_over(
+    tell: Callable[[str, dict[str, Any]], Any], folder: str | Path, told: Announced, before: str
+) -> None:
+    """Step by step as vLLM wants it; `tell(path, body)` posts to the server and returns its JSON.
 
-    def _hand_over(self) -> None:
-        told = self.told
-        assert told is not None
-        self._tell("init_weight_transfer_engine", {"init_info": {"folder": str(self.folder.resolve())}})
-        try:
-            self._tell("start_weight_update", {})
-        except RuntimeError as error:
-            if "already active" not in str(error):
-                raise
-            self._tell("finish_weight_update", {})  # who began it is gone
-            self._tell("start_weight_update", {})
-        try:
-            self._tell("update_weights", {"update_info": vars(told)})
-        except RuntimeError as error:
-            if "half loaded" in str(error):  # nobody shall take it for the version that it had
-                self._tell("update_weight_version", {"new_version": f"broken-by-{told.version}"})
+    Meanwhile its version is `loading-…`; `before`, the one it had, is put back where nothing was touched.
+    Raises RuntimeError for what it refuses, and where prefixes of older weights are kept.
+    """
+    tell("init_weight_transfer_engine", {"init_info": {"folder": str(Path(folder).resolve())}})
+    try:
+        tell("start_weight_update", {})
+    except RuntimeError as error:
+        if "already active" not in str(error):
             raise
-        if self._tell("reset_prefix_cache", {}).get("success") is False:
-            raise RuntimeError(f"{self.base_url} kept prefixes that were computed with older weights")
-        self._tell("finish_weight_update", {"weight_version": told.version})
+        tell("finish_weight_update", {})  # who began it is gone
+        tell("start_weight_update", {})
+    tell("update_weight_version", {"new_version": f"loading-{told.version}"})
+    try:
+        tell("update_weights", {"update_info": vars(told)})
+    except RuntimeError as error:
+        broken = "half loaded" in str(error)  # nobody shall take it for the version that it had
+        tell("update_weight_version", {"new_version": f"broken-by-{told.version}" if broken else before})
+        raise
+    if tell("reset_prefix_cache", {}).get("success") is False:
+        raise RuntimeError("prefixes computed with older weights were kept: start the server again")
+    tell("finish_weight_update", {"weight_version": told.version})
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000007
-class SendingClient(HandingClient):
+class SendingClient(FolderClient):
     "Writes a version, hands it over, and looks whether it is still there."
 
     def update_named_params(self, metadata: Any, named_params: Iterable[tuple[str, Tensor]]) -> None:
@@ -125,7 +128,11 @@ class SendingClient(HandingClient):
         self.told = leave_weights(self.folder, named_params, f"{self.name}-{self.count}")
         if before is not None:
             (self.folder / before.file).unlink(missing_ok=True)
-        self._until_up(self._hand_over)
+        until_up(self._hand_over, self.base_url, self.wait_s)
+
+    def _hand_over(self) -> None:
+        assert self.told is not None
+        hand_over(self._tell, self.folder, self.told, version_at(self.base_url))
 
     def reset_prefix_cache(self) -> None:
         "TRL's call behind an update, which has done it."
@@ -179,7 +186,7 @@ class SamplingClient(SendingClient):
                 raise requests.exceptions.ConnectionError(f"answered with weights {now}")
             return found
 
-        return self._until_up(once)
+        return until_up(once, self.base_url, self.wait_s)
 
 # %% ../../nbs/frameworks/59_vllm_trainer.ipynb #vt000008c
 @contextlib.contextmanager

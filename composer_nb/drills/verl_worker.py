@@ -29,14 +29,13 @@ def alone() -> None:
         os.environ.setdefault(name, value)
 
 
-def worker_of(folder: str, micro_batch: int, **engine: Any) -> Any:
-    "verl's worker over the model in `folder`, everything in fp32, without clipping."
+def worker_config(folder: str, micro_batch: int, *, lr: float = 1e-3, **engine: Any) -> Any:
+    "verl's configuration of a worker over the model in `folder`: everything in fp32, no clipping."
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
 
     wide = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-    config = TrainingWorkerConfig(
+    return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
             path=folder, load_tokenizer=False, override_config={"attn_implementation": "sdpa"},
@@ -46,10 +45,16 @@ def worker_of(folder: str, micro_batch: int, **engine: Any) -> Any:
             strategy="fsdp2", mixed_precision=wide, use_torch_compile=False, use_dynamic_bsz=False,
             micro_batch_size_per_gpu=micro_batch, **engine,
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, clip_grad=1e9),
         checkpoint_config=CheckpointConfig(),
     )  # fmt: skip
-    worker = TrainingWorker(config)
+
+
+def worker_of(folder: str, micro_batch: int, **engine: Any) -> Any:
+    "A worker of verl in this process."
+    from verl.workers.engine_workers import TrainingWorker
+
+    worker = TrainingWorker(worker_config(folder, micro_batch, **engine))
     worker.reset()
     return worker
 
