@@ -167,7 +167,7 @@ def jagged(rows: list[Tensor]) -> Tensor:
     "Rows of unequal length as one nested tensor."
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-
+# %% ../../nbs/frameworks/52_verl.ipynb #vl00011c
 SETTINGS = (  # what verl's worker and its FSDP engine read of a batch, beside what is set below
     "calculate_entropy", "dataloader_kwargs", "disable_auto_offload", "epochs", "force_group_size",
     "global_token_num", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "mini_batch_size",

@@ -270,7 +270,7 @@ def channel_worker() -> type:
 
     return ChannelWorker
 
-
+# %% ../../nbs/frameworks/62_verl_step.ipynb #vj00013b
 def take_weights(url: str, folder: str | Path, told: Announced, before: Announced | None = None) -> None:
     """The server at `url` takes a version that was left in `folder`; the file of the one `before` goes.
 
