@@ -82,7 +82,7 @@ _HERE = Path(importlib.util.find_spec("composer_nb").submodule_search_locations[
 ENVIRONMENTS = {
     "verl": Environment(
         "verl", _HERE / "verl.txt",
-        beside=("PIL", "aiohttp", "fastapi", "jsonschema", "peft", "requests", "uvicorn", "zmq"),
+        beside=("PIL", "fastapi", "jsonschema", "peft", "requests", "uvicorn", "zmq"),
         settings=(
             ("RAY_USAGE_STATS_ENABLED", "0"),
             ("VERL_USE_EXTERNAL_MODULES", "composer_nb.adapters.verl_plugin"),
