@@ -140,6 +140,8 @@ def test_the_body_says_all_that_verl_asked_for_and_refuses_another_distribution(
     assert body_of([1, 2], params | told, 7) == plain | told
     assert body_of([1, 2], params | {"max_new_tokens": 2}, 7)["max_tokens"] == 2
     assert body_of([1], params | {"temperature": 0, "top_k": 5}, 7)["temperature"] == 0
+    with pytest.raises(ValueError, match="repetition_penalty=1.1 draws"):
+        body_of([1], params | {"temperature": 0, "repetition_penalty": 1.1}, 7)
     for name, value in {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "min_p": 0.1}.items():
         with pytest.raises(
             ValueError, match=rf"{name}={value} draws .* set actor_rollout_ref\.rollout\.{name}="

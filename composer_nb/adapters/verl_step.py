@@ -75,7 +75,8 @@ def body_of(prompt_ids: Sequence[int], params: Mapping[str, Any], max_new_tokens
     if unknown := sorted(params.keys() - known):
         raise ValueError(f"{unknown[0]}={params[unknown[0]]!r} is not passed on: leave it out")
     for name, fine in NEUTRAL.items():
-        if temperature and name in params and params[name] not in fine:
+        counts = temperature or name == "repetition_penalty"  # the others leave a greedy answer as it is
+        if counts and name in params and params[name] not in fine:
             remedy = f"set actor_rollout_ref.rollout.{name}={fine[0]}"
             raise ValueError(f"{name}={params[name]} draws from another distribution than the loss: {remedy}")
     longest = params.get("max_tokens", params.get("max_new_tokens", max_new_tokens))
