@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -21,7 +21,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['Kind', 'Codec', 'LEVELS', 'BLOCKS', 'LARGEST', 'Shapes', 'Compressed', 'compress', 'decompress']
+__all__ = ['Kind', 'Codec', 'LEVELS', 'BLOCKS', 'LARGEST', 'Shapes', 'Decode', 'Compressed', 'compress', 'Decoded', 'decompress',
+           'decoded']
 
 # %% ../../nbs/scaling_out/02_compression.ipynb #ee947931
 Kind = Literal["int8", "int4", "topk"]
@@ -70,7 +71,7 @@ class Compressed:
 _WORTH_TRYING = 2**20  # bytes, up to which zlib may have a try at what zstandard leaves as it is
 
 
-def _squeeze(raw: bytes, codec: str) -> tuple[str, bytes]:
+def _squeeze(raw: bytes | memoryview, codec: str) -> tuple[str, bytes | memoryview]:
     "The codec used and the bytes; `none` where nothing is gained."
     if codec == "auto":
         used, small = _squeeze(raw, "zstd") if importlib.util.find_spec("zstandard") else ("none", raw)
@@ -87,7 +88,7 @@ def _squeeze(raw: bytes, codec: str) -> tuple[str, bytes]:
     return (codec, small) if len(small) < len(raw) else ("none", raw)
 
 # %% ../../nbs/scaling_out/02_compression.ipynb #b7169a31
-def _unsqueeze(data: bytes, codec: object, length: int) -> bytes:
+def _unsqueeze(data: bytes | memoryview, codec: object, length: int) -> bytes | memoryview:
     "Exactly `length` bytes, never more, whatever `data` claims. Raises ValueError otherwise."
     if codec not in get_args(Codec):
         raise ValueError(f"damaged payload: codec {codec!r} is unknown")
@@ -134,10 +135,9 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 def _quantise(
     flat: Tensor, levels: int, block: int, noise: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (int8, as long as `flat`), the blocks' scales (bfloat16), what the receiver will not see
-    (float32)."""
-    codes, left = torch.empty_like(flat, dtype=torch.int8), torch.empty_like(flat)
+) -> tuple[Tensor, Tensor]:
+    "Codes (int8, as long as `flat`) and the scales (bfloat16); `flat` becomes what the receiver misses."
+    codes = torch.empty_like(flat, dtype=torch.int8)
     scales = flat.new_empty(-(-flat.numel() // block), dtype=torch.bfloat16)
     for values, of in _parts(flat.numel(), block):
         blocks = _in_blocks(flat[values], block)
@@ -150,8 +150,8 @@ def _quantise(
         whole.clamp_(-levels, levels)
         numel = values.stop - values.start
         codes[values] = whole.flatten()[:numel]
-        left[values] = blocks.sub_(whole.mul_(steps)).flatten()[:numel]
-    return codes, scales, left
+        flat[values] = blocks.sub_(whole.mul_(steps)).flatten()[:numel]
+    return codes, scales
 
 
 def _dequantise(codes: Tensor, scales: Tensor, block: int, out: Tensor) -> None:
@@ -205,12 +205,14 @@ def compress(
     k: int | float = 0.01,
     seed: int | None = None,
     codec: Literal["auto", "zstd", "zlib", "none"] = "auto",
+    in_place: bool = False,
 ) -> tuple[Compressed, dict[str, Tensor]]:
     """Compress `tensors + error`; returns the payload and the new error, float32 and of the tensors' shapes.
 
     Pass the error back in the next round, or None to begin (or to go without feedback). All arithmetic is
     float32; 16-bit inputs are widened, float64 is rounded. `block` values share a scale (`int8`, `int4`); `k`
-    is a share or a count (`topk`); `seed` makes rounding stochastic: use another one every round. Raises
+    is a share or a count (`topk`); `seed` makes rounding stochastic: use another one every round. With
+    `in_place` float32 tensors are used up: the new error lies where they lay. Raises
     ValueError for NaN, infinity, tensors that are not floats, an error of other names or shapes, and knobs
     out of range.
     """
@@ -221,7 +223,7 @@ def compress(
         raise ValueError(f"block is {block}: from 1")
     if seed is not None and kind == "topk":
         raise ValueError(f"seed is {seed}: top-k does not round")
-    total = _with_error(tensors, error)
+    total = _with_error(tensors, error, in_place)
     meta = {"format": 1, "kind": kind, "shapes": {name: list(value.shape) for name, value in total.items()}}
     if kind == "topk":
         payload, more, left = _encode_topk(total, k, codec)
@@ -231,8 +233,10 @@ def compress(
     return Compressed(payload, meta | more), {name: part.view_as(value) for (name, value), part in parts}
 
 # %% ../../nbs/scaling_out/02_compression.ipynb #a143531d
-def _with_error(tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    "The sums, float32."
+def _with_error(
+    tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | None, in_place: bool
+) -> dict[str, Tensor]:
+    "The sums, float32, in memory that may be written to."
     shapes = {name: value.shape for name, value in tensors.items()}
     if error is not None and {name: value.shape for name, value in error.items()} != shapes:
         rule = "names and shapes must be those of the tensors; begin anew with None"
@@ -241,8 +245,8 @@ def _with_error(tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | Non
     for name, value in tensors.items():
         if not value.dtype.is_floating_point:
             raise ValueError(f"{name!r} is {value.dtype}: only floating-point tensors are compressed")
-        total[name] = value.detach().float()
-        total[name] = total[name] + (0.0 if error is None else error[name].to(value.device).float())
+        wide, left = value.detach().float(), 0.0 if error is None else error[name].to(value.device).float()
+        total[name] = wide.add_(left) if in_place else wide + left
         low, high = total[name].aminmax() if value.numel() else (0.0, 0.0)  # NaN where one is in it
         if not (-LARGEST < low and high < LARGEST):
             what = "NaN, infinity, or more than float32 has room for"
@@ -250,12 +254,12 @@ def _with_error(tensors: Mapping[str, Tensor], error: Mapping[str, Tensor] | Non
     return total
 
 
-def _as_bytes(values: Tensor) -> bytes:
-    return values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def _as_bytes(values: Tensor) -> memoryview:
+    return memoryview(values.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy())
 
 
-def _from_bytes(raw: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
+def _from_bytes(raw: bytes | memoryview, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if len(raw) else torch.zeros(0, dtype=dtype)
 
 
 _Encoded = tuple[dict[str, Tensor], dict[str, Any], list[Tensor]]
@@ -265,18 +269,18 @@ def _encode_blocks(
     total: Mapping[str, Tensor], kind: str, block: int, seed: int | None, codec: str
 ) -> _Encoded:
     "Payload, what else belongs to the meta data, and what the receiver will not see of each tensor."
-    codes, scales, left, noise = [], [], [], {}
+    codes = torch.empty(sum(value.numel() for value in total.values()), dtype=torch.int8)
+    scales, left, noise, at = [torch.zeros(0, dtype=torch.bfloat16)], [], {}, 0
     for value in total.values():
         if seed is not None and value.device not in noise:
             noise[value.device] = torch.Generator(value.device).manual_seed(seed)
-        parts = _quantise(value.reshape(-1), LEVELS[kind], block, noise.get(value.device))
-        codes.append(parts[0].cpu())
-        scales.append(parts[1].cpu())
-        left.append(parts[2])
-    flat = torch.cat([torch.zeros(0, dtype=torch.int8), *codes])
-    used, data = _squeeze(_as_bytes(flat if kind == "int8" else _pack(flat)), codec)
-    scale = torch.cat([torch.zeros(0, dtype=torch.bfloat16), *scales])
-    return {"codes": _from_bytes(data, torch.uint8), "scales": scale}, {"block": block, "codec": used}, left
+        left.append(flat := value.reshape(-1))
+        codes[at : at + len(flat)], scale = _quantise(flat, LEVELS[kind], block, noise.get(value.device))
+        scales.append(scale.cpu())
+        at += len(flat)
+    used, data = _squeeze(_as_bytes(codes if kind == "int8" else _pack(codes)), codec)
+    payload = {"codes": _from_bytes(data, torch.uint8), "scales": torch.cat(scales)}
+    return payload, {"block": block, "codec": used}, left
 
 
 def _encode_topk(total: Mapping[str, Tensor], k: int | float, codec: str) -> _Encoded:
@@ -288,9 +292,32 @@ def _encode_topk(total: Mapping[str, Tensor], k: int | float, codec: str) -> _En
     gaps = places.diff(prepend=places.new_full((1,), -1)).to(torch.int32).cpu()
     planes = gaps.view(torch.uint8).view(-1, 4).T  # the mostly empty high bytes side by side
     used, data = _squeeze(_as_bytes(planes), codec)
-    left = flat.index_fill(0, places, 0.0).split([value.numel() for value in total.values()])
     payload = {"gaps": _from_bytes(data, torch.uint8), "values": flat[places].cpu()}
+    left = flat.index_fill_(0, places, 0.0).split([value.numel() for value in total.values()])
     return payload, {"kept": len(places), "codec": used}, list(left)
+
+# %% ../../nbs/scaling_out/02_compression.ipynb #dec-class
+Shapes = dict[str, tuple[int, ...]]
+Decode = Callable[[int, Tensor], None]
+
+
+class Decoded(Mapping[str, Tensor]):
+    "Tensors of a payload, float32 on the CPU, each decoded anew whenever it is asked for."
+
+    def __init__(self, shapes: Shapes, decode: Decode) -> None:
+        self.shapes, self._decode = shapes, decode
+        self._places = {name: place for place, name in enumerate(shapes)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        out = torch.empty(self.shapes[name])
+        self._decode(self._places[name], out.view(-1))
+        return out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 # %% ../../nbs/scaling_out/02_compression.ipynb #b624fdc8
 def decompress(compressed: Compressed, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -299,6 +326,11 @@ def decompress(compressed: Compressed, like: Mapping[str, Tensor] | None = None)
 
     Raises ValueError for a payload that is damaged, of another format, or not what `like` expects.
     """
+    return dict(decoded(compressed, like))
+
+
+def decoded(compressed: Compressed, like: Mapping[str, Tensor] | None = None) -> Decoded:
+    "What `decompress` gives, checked at once, while each tensor is decoded only when it is asked for."
     meta, payload = compressed.meta, compressed.payload
     if not isinstance(meta, Mapping) or meta.get("format") != 1 or meta.get("kind") not in get_args(Kind):
         found = f"format {_get(meta, 'format')}, kind {_get(meta, 'kind')!r}"
@@ -308,18 +340,11 @@ def decompress(compressed: Compressed, like: Mapping[str, Tensor] | None = None)
         question = "do all replicas train the same model, cut in the same fragments?"
         raise ValueError(f"the payload holds other tensors than expected: {question}")
     decode = _decode_topk if meta["kind"] == "topk" else _decode_blocks
-    flat = decode(payload, meta, shapes)
-    if flat.numel() and not all(edge.isfinite() for edge in flat.aminmax()):
-        raise ValueError("damaged payload: a code times its scale is infinite")
-    parts = flat.split([math.prod(shape) for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return Decoded(shapes, decode(payload, meta, shapes))
 
 # %% ../../nbs/scaling_out/02_compression.ipynb #3416681d
 def _get(meta: object, key: str) -> object:
     return meta.get(key) if isinstance(meta, Mapping) else None
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def _shapes(found: object) -> Shapes:
@@ -342,7 +367,7 @@ def _part(payload: Mapping[str, Tensor], name: str, dtype: torch.dtype, numel: i
     return part
 
 # %% ../../nbs/scaling_out/02_compression.ipynb #d9eeb9d9
-def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Shapes) -> Tensor:
+def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Shapes) -> Decode:
     kind, block = meta["kind"], meta.get("block")
     if type(block) is not int or not 1 <= block < 2**31:
         raise ValueError(f"damaged payload: block is {block!r}")
@@ -357,13 +382,16 @@ def _decode_blocks(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shape
     codes = _unpack(_from_bytes(raw, torch.uint8), sum(sizes)) if four_bits else _from_bytes(raw, torch.int8)
     if codes.numel() and codes.min() < -LEVELS[kind]:
         raise ValueError(f"damaged payload: a code below {-LEVELS[kind]}")
-    flat = torch.empty(sum(sizes))
-    for part, scale, out in zip(codes.split(sizes), scales.split(blocks), flat.split(sizes), strict=True):
-        _dequantise(part, scale, block, out)
-    return flat
+    parts = list(zip(codes.split(sizes), scales.split(blocks), strict=True))
+    if scales.numel() and not (scales.float().max() * LEVELS[kind]).isfinite():  # only then, each value
+        for (part, scale), out in zip(parts, torch.empty(sum(sizes)).split(sizes), strict=True):
+            _dequantise(part, scale, block, out)
+            if out.numel() and not all(edge.isfinite() for edge in out.aminmax()):
+                raise ValueError("damaged payload: a code times its scale is infinite")
+    return lambda place, out: _dequantise(*parts[place], block, out)
 
-
-def _decode_topk(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Shapes) -> Tensor:
+# %% ../../nbs/scaling_out/02_compression.ipynb #dec-topk
+def _decode_topk(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes: Shapes) -> Decode:
     numel, kept = sum(math.prod(shape) for shape in shapes.values()), meta.get("kept")
     if type(kept) is not int or not 0 <= kept <= numel:
         raise ValueError(f"damaged payload: {kept!r} values kept of {numel}")
@@ -373,4 +401,11 @@ def _decode_topk(payload: Mapping[str, Tensor], meta: Mapping[str, Any], shapes:
     places = gaps.cumsum(0) - 1
     if kept and (gaps.min() < 1 or places[-1] >= numel):
         raise ValueError("damaged payload: positions outside the tensors")
-    return torch.zeros(numel).index_copy(0, places, values)
+    ends = torch.tensor([0, *(math.prod(shape) for shape in shapes.values())]).cumsum(0)
+    first = torch.searchsorted(places, ends).tolist()
+
+    def decode(place: int, out: Tensor) -> None:
+        part = slice(first[place], first[place + 1])
+        out.zero_().index_copy_(0, places[part] - ends[place], values[part])
+
+    return decode

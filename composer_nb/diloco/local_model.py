@@ -63,6 +63,13 @@ def load_global(
     `reference`."""
     for name in progress.names:
         local, new = params[name], target[name]
+        if alpha == 0 and local.dtype == new.dtype and local.shape == new.shape:
+            if reference is None:
+                local.copy_(new)
+            else:
+                local.sub_(reference[name].to(local.device)).add_(new.to(local.device))
+            progress.origin[name] = new
+            continue
         since = None if reference is None else {name: reference[name]}
         wide = {name: local.to(global_dtype(local.dtype))}
         exact = apply_delayed(wide, since, {name: new}, alpha, keep_progress=since is not None)[name]
@@ -88,9 +95,9 @@ class LocalModel:
         self.progress: list[LocalProgress] = []
 
     def snapshot(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        "Copies on the CPU, in the dtype of the global ones."
+        "Copies on the CPU, in the dtype of the model."
         values = {name: self.params[name].detach() for name in (self.params if names is None else names)}
-        return {name: value.to("cpu", global_dtype(value.dtype), copy=True) for name, value in values.items()}
+        return {name: value.to("cpu", copy=True) for name, value in values.items()}
 
     def settle(self, state: State) -> None:
         "Overwrite everything local."

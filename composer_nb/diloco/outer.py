@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -47,25 +48,31 @@ def _widen(values: Tensor) -> Tensor:
 # %% ../../nbs/scaling_out/01_outer.ipynb #db7cd790
 def _check_like(reference: Fragment, other: Fragment, what: str) -> None:
     "Raise ValueError unless `other` has the names and shapes of `reference`, and both are floats."
+    _check_names(reference, other, what)
+    for name, tensor in reference.items():
+        _check_tensor(tensor, other[name], f"{what}: {name!r}")
+
+
+def _check_names(reference: Fragment, other: Fragment, what: str) -> None:
     missing, extra = sorted(reference.keys() - other.keys()), sorted(other.keys() - reference.keys())
     if missing or extra:
         names = f"missing {missing[:3]}, not expected {extra[:3]}"
         raise ValueError(f"{what}: {names}; both sides must name the same parameters")
-    for name, tensor in reference.items():
-        shapes = tuple(other[name].shape), tuple(tensor.shape)
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{what}: {name!r} has shape {shapes[0]}, expected {shapes[1]}")
-        for dtype in (tensor.dtype, other[name].dtype):
-            if not dtype.is_floating_point:
-                rule = "only floating-point parameters are trained, leave the others out"
-                raise ValueError(f"{what}: {name!r} is {dtype}; {rule}")
 
 
-def _check_finite(fragment: Fragment, what: str) -> None:
-    for name, tensor in fragment.items():
-        # A finite sum has finite terms; a sum of finite ones may overflow.
-        if not tensor.sum().isfinite() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{what}: {name!r} holds NaN or infinity; drop this contribution")
+def _check_tensor(reference: Tensor, other: Tensor, what: str) -> None:
+    if other.shape != reference.shape:
+        raise ValueError(f"{what} has shape {tuple(other.shape)}, expected {tuple(reference.shape)}")
+    for dtype in (reference.dtype, other.dtype):
+        if not dtype.is_floating_point:
+            rule = "only floating-point parameters are trained, leave the others out"
+            raise ValueError(f"{what} is {dtype}; {rule}")
+
+
+def _check_finite(tensor: Tensor, what: str) -> None:
+    # A finite sum has finite terms; a sum of finite ones may overflow.
+    if not tensor.sum().isfinite() and not torch.isfinite(tensor).all():
+        raise ValueError(f"{what} holds NaN or infinity; drop this contribution")
 
 # %% ../../nbs/scaling_out/01_outer.ipynb #c7e8f01b
 def contribution_weight(
@@ -108,11 +115,13 @@ def weighted_average(
     shares = _shares(contributions, weights)
     first = contributions[next(iter(shares))]
     for rank in shares:
-        _check_contribution(rank, contributions[rank], first)
+        _check_names(first, contributions[rank], f"rank {rank}")
     result = {}
-    for name, tensor in first.items():
+    for name in first:
         values = [(share, contributions[rank][name].detach()) for rank, share in shares.items()]
-        wide = torch.promote_types(tensor.dtype, torch.float32)
+        for rank, (_, tensor) in zip(shares, values, strict=True):
+            _check_contribution(rank, name, tensor, values[0][1])
+        wide = torch.promote_types(values[0][1].dtype, torch.float32)
         by_direction = merge == "rda" and name not in mean_only
         result[name] = _rda(values).to(wide) if by_direction else _mean(values, wide)
     return result
@@ -132,12 +141,12 @@ def _shares(contributions: Mapping[int, Fragment], weights: Mapping[int, float])
     return {rank: weights[rank] / total for rank in sorted(weights)}
 
 
-def _check_contribution(rank: int, fragment: Fragment, reference: Fragment) -> None:
-    _check_like(reference, fragment, f"rank {rank}")
-    for name, tensor in reference.items():
-        if fragment[name].dtype != tensor.dtype:
-            raise ValueError(f"rank {rank}: {name!r} is {fragment[name].dtype}, others sent {tensor.dtype}")
-    _check_finite(fragment, f"rank {rank}")
+def _check_contribution(rank: int, name: str, tensor: Tensor, reference: Tensor) -> None:
+    what = f"rank {rank}: {name!r}"
+    _check_tensor(reference, tensor, what)
+    if tensor.dtype != reference.dtype:
+        raise ValueError(f"{what} is {tensor.dtype}, others sent {reference.dtype}")
+    _check_finite(tensor, what)
 
 # %% ../../nbs/scaling_out/01_outer.ipynb #8b2a0786
 def _mean(values: Sequence[tuple[float, Tensor]], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -240,7 +249,8 @@ class OuterState:
                 raise ValueError(f"no outer state: {key!r} is not {form}")
             buffers.setdefault(kind, {})[name] = tensors[key]
         for kind, values in buffers.items():
-            _check_finite(values, f"outer state, {kind}")
+            for name, value in values.items():
+                _check_finite(value, f"outer state, {kind}: {name!r}")
         return cls(int(step.item()), buffers)
 
 # %% ../../nbs/scaling_out/01_outer.ipynb #f46cd90f
@@ -260,14 +270,16 @@ def outer_step(
     _check_step(params, pseudo_grad, state, config, scale)
     if rounding not in ("fused", "each"):
         raise ValueError(f"rounding is {rounding!r}: 'fused' or 'each'")
-    rule, kinds = _RULES[config.method], BUFFERS[config.method]
+    kinds = BUFFERS[config.method]
     moved: dict[str, Tensor] = {}
     buffers: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
     for name, theta in params.items():
-        grad = pseudo_grad[name].detach().to(theta)
-        grad = grad if scale == 1 else grad * scale
+        grad = pseudo_grad[name].detach()
+        _check_tensor(theta, grad, f"pseudo_grad: {name!r}")
+        _check_finite(grad, f"pseudo_grad: {name!r}")
         old = [state.buffers[kind][name] if state.buffers else torch.zeros_like(theta) for kind in kinds]
-        moved[name], *new = rule(theta.detach(), grad, old, state.step, config, rounding == "fused")
+        rule = partial(_RULES[config.method], step=state.step, config=config, fused=rounding == "fused")
+        moved[name], *new = _by_parts(rule, theta.detach(), grad.to(theta), old, scale)
         for kind, value in zip(kinds, new, strict=True):
             buffers[kind][name] = value
     return moved, OuterState(state.step + 1, buffers)
@@ -278,8 +290,7 @@ def _check_step(
 ) -> None:
     if not params:
         raise ValueError("params is empty: a fragment has at least one parameter")
-    _check_like(params, pseudo_grad, "pseudo_grad")
-    _check_finite(pseudo_grad, "pseudo_grad")
+    _check_names(params, pseudo_grad, "pseudo_grad")
     for name, theta in params.items():
         if theta.dtype not in (torch.float32, torch.float64):
             rule = "keep the global copy in float32 and round it where the model loads it"
@@ -349,6 +360,17 @@ def _adam(theta: Tensor, grad: Tensor, old: Buffers, step: int, config: OuterCon
 
 _RULES: dict[str, Callable[..., Moved]] = {"sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov,
                                            "delayed_nesterov": _delayed_nesterov, "adam": _adam}
+
+# %% ../../nbs/scaling_out/01_outer.ipynb #outer-parts
+def _by_parts(rule: partial[Moved], theta: Tensor, grad: Tensor, old: Buffers, scale: float) -> Moved:
+    kept = [torch.empty(theta.shape, dtype=theta.dtype, device=theta.device) for _ in range(1 + len(old))]
+    flat, rows = [out.view(-1) for out in kept], [values.reshape(-1) for values in (theta, grad, *old)]
+    for at in range(0, theta.numel(), _AT_ONCE):
+        now, walked, *buffers = (row[at : at + _AT_ONCE] for row in rows)
+        moved = rule(now, walked if scale == 1 else walked * scale, buffers)
+        for out, value in zip(flat, moved, strict=True):
+            out[at : at + _AT_ONCE] = value
+    return tuple(kept)
 
 # %% ../../nbs/scaling_out/01_outer.ipynb #c030-610344
 def age_weight(

@@ -86,13 +86,36 @@ class PayloadRef:
             raise ValueError(f"no payload reference: {type(error).__name__} {error}") from error
 
 # %% ../../nbs/scaling_out/15_payload.ipynb #6f2cc388
-def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    "The tensors as safetensors bytes, the same for the same content. Views and shared memory are copied."
-    from safetensors.torch import save
+_FORMAT = {  # the names of safetensors
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}
 
-    seen: set[int] = set()
-    alone = {name: _alone(tensors[name], seen) for name in sorted(tensors)}
-    return save(alone, {"metadata": json.dumps(dict(metadata or {}), sort_keys=True)})
+
+def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The tensors as safetensors bytes, the same for the same content. Costs one copy of them in memory.
+    Raises ValueError for a dtype that the format has no name for."""
+    import torch
+
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {"__metadata__": {"metadata": json.dumps(dict(metadata or {}), sort_keys=True)}}
+    names, at = sorted(flat, key=lambda name: (-flat[name].itemsize, name)), 0  # wide ones first: aligned
+    for name in names:
+        shape, end = list(flat[name].shape), at + flat[name].nbytes
+        header[name] = {"dtype": _format(name, flat[name]), "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    raw = (flat[name].reshape(-1).view(torch.uint8).numpy() for name in names)
+    return b"".join([len(text).to_bytes(8, "little"), text, *map(memoryview, raw)])
+
+
+def _format(name: str, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _FORMAT:
+        raise ValueError(f"{name!r} is {dtype}: safetensors holds {', '.join(_FORMAT)}")
+    return _FORMAT[dtype]
 
 
 def payload_metadata(data: bytes) -> dict[str, str]:
@@ -100,22 +123,12 @@ def payload_metadata(data: bytes) -> dict[str, str]:
     length = int.from_bytes(data[:8], "little")
     return json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["metadata"])
 
-
-def _alone(tensor: Tensor, seen: set[int]) -> Tensor:
-    "The tensor on the CPU, contiguous, and not in the memory of another one."
-    tensor = tensor.detach().cpu().contiguous()
-    storage = tensor.untyped_storage()
-    if tensor.numel() and (storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes):
-        tensor = tensor.clone()
-    seen.add(tensor.untyped_storage().data_ptr())
-    return tensor
-
 # %% ../../nbs/scaling_out/15_payload.ipynb #1844f6bc
 def write_payload(
     bucket: Bucket, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *,
     finite: bool = True,
 ) -> PayloadRef:
-    """Store tensors as safetensors under the hash of their bytes. Costs about two copies of them in memory.
+    """Store tensors as safetensors under the hash of their bytes. Costs about one copy of them in memory.
 
     Raises ValueError when there are none, or a value is not finite (`finite=False` lets it pass), and
     BucketError.

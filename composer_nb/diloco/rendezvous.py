@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .closing import RendezvousOptions, may_close, turn_delay
-from .compression import Compressed, decompress
+from .compression import Compressed, decoded
 from .membership import DuplicateRank, Member, Watch
 from .outer import age_weight, contribution_weight
 from .participant import Participant, RunMember, ahead_of, help_others, live_ranks, note
@@ -20,7 +20,7 @@ from .payload import DamagedPayload, PayloadRef, write_payload
 from .records import Mismatch, Offer, Record, RendezvousError, RunConfig, State
 from .run_log import Behind, LostPayload, checked_tensors
 from .store import KeyNotFound
-from .update import close_with
+from .update import published
 
 # %% auto #0
 __all__ = ['weigh', 'check_begun', 'close_round', 'checked_offers', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work',
@@ -54,11 +54,14 @@ def check_begun(own: Participant, part: Offer) -> None:
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-close
 def close_round(own: Participant, round: int, offered: list[int]) -> Record | None:
     """Verify what was offered, publish the average, take the step, and write the record with the digest of
-    where it led; the record of whoever was first. Raises Behind."""
+    where it led; the record of whoever was first. Contributions are let go of once their average is
+    published. Raises Behind."""
     parts, refused = checked_offers(own, round, offered)
     record = Record(round, own.log.fragment(round), parts, own.rank, refused, own.state.head)
     found = {part.rank: own.held[part.ref.sha256] for part in parts}
-    record, closed = close_with(own.log, own.state, record, found, own.author)
+    record, average = published(own.log, record, found, own.author)
+    own.held, found = {}, {}
+    record, closed = own.log.close(own.state, record, average)
     if not own.log.rounds.put_record(round, record.to_bytes()):
         return own.log.record(round)
     if own.log.snapshots.newest() >= round:  # the round was closed, applied and swept while we were stopped
@@ -68,7 +71,7 @@ def close_round(own: Participant, round: int, offered: list[int]) -> Record | No
     note(own, "close", closed=round, ranks=list(record.ranks), refused=dict(refused))
     return record
 
-
+# %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-checked
 def checked_offers(
     own: Participant, round: int, offered: list[int]
 ) -> tuple[tuple[Offer, ...], dict[int, str]]:
@@ -128,22 +131,24 @@ class Rendezvous(RunMember):
 
     `spec` is `spec_of` the global parameters (float32 or float64); `options`, or its fields as keywords,
     are those of `RendezvousOptions`. `state` is what all replicas hold in common, on the CPU; `step` is shown
-    to the others. From offer to apply its own contribution is held too, while a round is applied every one.
+    to the others. From offer to close its own contribution is held too, while a round is closed every one:
+    as it came over the link where the run compresses, about a byte a parameter.
     """
 
     def offer(
         self, round: int, tensors: Compressed | Mapping[str, Tensor], *, tokens: int, steps: int,
-        base: int | None = None,
+        base: int | None = None, copy: bool = True,
     ) -> bool:
         """Put a pseudo-gradient of the round's fragment up for the average. True when it is there before a
         record was seen; False: the round is closed, or another generation of this rank has offered.
         `includes` tells whether the record took it. `base`: the round it started from (default: the last).
+        `copy=False`: the tensors are this object's from now on, nobody else changes them.
 
         Raises ValueError for zero tokens or steps, other tensors than the fragment's, another compression,
         NaN or infinity; BucketError.
         """
         work = Work(tokens, steps, round - 1 if base is None else base)
-        return offer_tensors(self, round, tensors, work)
+        return offer_tensors(self, round, tensors, work, copy)
 
     def poll(self, round: int) -> Record | None:
         """The record of a round, or None while it is open. Closes it at this replica's turn; never waits.
@@ -179,7 +184,7 @@ class Work:
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #50e11ba0
 def offer_tensors(
-    own: Participant, round: int, tensors: Compressed | Mapping[str, Tensor], work: Work
+    own: Participant, round: int, tensors: Compressed | Mapping[str, Tensor], work: Work, copy: bool = True
 ) -> bool:
     "Check, write and announce a pseudo-gradient; for `Rendezvous.offer`."
     work.check(round, own.state.round)
@@ -198,10 +203,11 @@ def offer_tensors(
         ref = own.patience.until(lambda: put_offer(own, round, payload, part))
         own.offers += 1
         if ref is not None:  # what we sent we need not fetch
-            compressed = isinstance(tensors, Compressed)
-            plain = {name: value.detach().clone() for name, value in payload.items()}
-            kept = decompress(tensors) if compressed else plain
-            own.held[ref.sha256] = kept
+            if isinstance(tensors, Compressed):
+                own.held[ref.sha256] = decoded(tensors)
+            else:
+                plain = {name: value.detach() for name, value in payload.items()}
+                own.held[ref.sha256] = {name: v.clone() for name, v in plain.items()} if copy else plain
         return ref is not None
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #c79f0573

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from .local_model import LocalModel, resume_local, save_local
+from .local_model import LocalModel, global_dtype, resume_local, save_local
 from .membership import DuplicateRank, Member
 from .outer import due_fragment
 from .records import State
@@ -221,7 +221,8 @@ def enter_run(own: Replica, saved: Path | None, replace_rank: bool) -> bool:
     state = own.rendezvous.join(replace=replace_rank)
     try:
         if state.params is None:
-            state = own.rendezvous.start(own.local.snapshot())
+            begin = own.local.snapshot()
+            state = own.rendezvous.start({n: v.to(global_dtype(v.dtype)) for n, v in begin.items()})
         since = None if saved is None else resume_local(own.local, saved, state)
         if since is None:
             own.local.settle(state)

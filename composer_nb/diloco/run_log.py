@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .compression import Compressed, decompress
-from .outer import split_fragments
+from .compression import Compressed, decoded
+from .outer import Fragment, split_fragments
 from .payload import DamagedPayload, PayloadRef, Spec, read_payload, write_payload
 from composer_nb.diloco.records import (
     Linked,
@@ -208,7 +208,7 @@ class Payloads:
     def __init__(self, bucket: Bucket, spec: Spec, config: RunConfig) -> None:
         self.bucket, self.spec, self.config = bucket, spec, config
 
-    def fetch(self, offer: Offer | Update, names: Collection[str], kind: str | None) -> dict[str, Tensor]:
+    def fetch(self, offer: Offer | Update, names: Collection[str], kind: str | None) -> Fragment:
         """The tensors of an offer or an update for a fragment of these names, compressed with `kind`. Raises
         DamagedPayload or KeyNotFound."""
         digest = offer.ref.sha256
@@ -220,7 +220,7 @@ class Payloads:
         shapes = {name: list(self.spec[name][0]) for name in names}
         like = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         try:
-            return decompress(Compressed(self.read(offer.ref), {**offer.meta, "shapes": shapes}), like)
+            return decoded(Compressed(self.read(offer.ref), {**offer.meta, "shapes": shapes}), like)
         except DamagedPayload:
             raise
         except ValueError as error:
@@ -367,7 +367,7 @@ class RunLog:
             raise ValueError(f"rank {part.rank} offers under the name of rank {rank}")
         return part
 
-    def fetch(self, part: Offer, round: int) -> dict[str, Tensor]:
+    def fetch(self, part: Offer, round: int) -> Mapping[str, Tensor]:
         return self.payloads.fetch(part, self.fragments[self.fragment(round)], self.config.compression)
 
     def close(
@@ -386,11 +386,11 @@ class RunLog:
 
 # %% ../../nbs/scaling_out/16_run_log.ipynb #672d163a
 def collect(
-    log: RunLog, record: Record, held: Mapping[str, dict[str, Tensor]] | None = None
-) -> dict[int, dict[str, Tensor]]:
+    log: RunLog, record: Record, held: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> dict[int, Mapping[str, Tensor]]:
     """All contributions of a record by rank; `held` has payloads by hash. Raises LostPayload naming rank
     and round."""
-    parts: dict[int, dict[str, Tensor]] = {}
+    parts: dict[int, Mapping[str, Tensor]] = {}
     for part in record.contributions:
         try:
             parts[part.rank] = (held or {}).get(part.ref.sha256) or log.fetch(part, record.round)

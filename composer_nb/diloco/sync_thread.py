@@ -74,9 +74,10 @@ def offer_contribution(rendezvous: Rendezvous, part: Contribution, options: Mapp
     "Compute the pseudo-gradient, compress it as the run says (`options` go to `compress`), and offer it."
     tensors: Any = pseudo_gradient(part.origin, part.sent)
     if (kind := rendezvous.config.compression) is not None:
-        tensors, part.new_error = compress(tensors, kind, part.error, **options)
-    rendezvous.offer(part.round, tensors, tokens=part.tokens, steps=part.steps, base=part.base)
-    part.offered = True
+        tensors, part.new_error = compress(tensors, kind, part.error, in_place=True, **options)
+    work = {"tokens": part.tokens, "steps": part.steps, "base": part.base}
+    rendezvous.offer(part.round, tensors, **work, copy=False)
+    part.offered, part.origin = True, {}
 
 
 def take_next_round(rendezvous: Rendezvous) -> AppliedRound | None:

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .compression import compress, decompress
+from .compression import compress, decoded
 from .payload import DamagedPayload, pack, write_payload
 from .records import Record, RunConfig, State, Update, averaged
 from .run_log import LostPayload, RunLog, collect
 from .store import KeyNotFound
 
 # %% auto #0
-__all__ = ['published_kind', 'coder_of', 'encoded', 'close_with', 'note_of', 'read_update', 'restored_update']
+__all__ = ['published_kind', 'coder_of', 'encoded', 'close_with', 'published', 'note_of', 'read_update', 'restored_update']
 
 # %% ../../nbs/scaling_out/16_update.ipynb #upd-form
 def published_kind(config: RunConfig) -> str | None:
@@ -36,13 +36,14 @@ def coder_of(record: Record) -> str:
 def encoded(
     average: Mapping[str, Tensor], config: RunConfig, coder: str = "auto"
 ) -> tuple[Mapping[str, Tensor], dict[str, Any] | None, Mapping[str, Tensor]]:
-    "The payload of an average, its meta data, and the tensors that a reader decodes."
+    """The payload of an average, its meta data, and the tensors that a reader decodes. Where the run
+    compresses, `average` is used up."""
     if (kind := published_kind(config)) is None:
         return average, None, average
     kept = max(1, sum(int(value.count_nonzero()) for value in average.values()))
-    packed, _ = compress(average, kind, codec=coder, **({"k": kept} if kind == "topk" else {}))
+    packed, _ = compress(average, kind, codec=coder, in_place=True, **({"k": kept} if kind == "topk" else {}))
     meta = {name: value for name, value in packed.meta.items() if name != "shapes"}
-    return packed.payload, meta, decompress(packed)
+    return packed.payload, meta, decoded(packed)
 
 # %% ../../nbs/scaling_out/16_update.ipynb #upd-publish
 def close_with(
@@ -50,12 +51,20 @@ def close_with(
 ) -> tuple[Record, State]:
     """Publish the average of `parts`, by rank, and take the step: the record with the update and the digest
     of the state, and that state. Raises what `weighted_average` and `outer_step` raise, and BucketError."""
+    record, average = published(log, record, parts, author)
+    return log.close(state, record, average)
+
+
+def published(
+    log: RunLog, record: Record, parts: Mapping[int, Mapping[str, Tensor]], author: str
+) -> tuple[Record, Mapping[str, Tensor]]:
+    "Write the average of `parts` to the bucket: the record that points to it, and what a reader reads."
     if not record.contributions:
-        return log.close(state, record, {})
+        return record, {}
     average = averaged(record, parts, log.config)
     payload, meta, average = encoded(average, log.config, coder_of(record))
     ref = write_payload(log.bucket, payload, note_of(record, author))
-    return log.close(state, replace(record, update=Update(ref, meta, author)), average)
+    return replace(record, update=Update(ref, meta, author)), average
 
 
 def note_of(record: Record, author: str) -> dict[str, str]:
@@ -63,7 +72,7 @@ def note_of(record: Record, author: str) -> dict[str, str]:
     return {"round": str(record.round), "author": author, "average": "of the round"}
 
 # %% ../../nbs/scaling_out/16_update.ipynb #upd-read
-def read_update(log: RunLog, record: Record) -> dict[str, Tensor]:
+def read_update(log: RunLog, record: Record) -> Mapping[str, Tensor]:
     """The average that a record applies; empty where nothing counts. Where the published bytes are damaged or
     gone, they are made again from the contributions. Raises LostPayload."""
     if (update := record.update) is None:
@@ -79,7 +88,7 @@ def read_update(log: RunLog, record: Record) -> dict[str, Tensor]:
             raise LostPayload(said, record.round) from error
 
 
-def restored_update(log: RunLog, record: Record) -> dict[str, Tensor]:
+def restored_update(log: RunLog, record: Record) -> Mapping[str, Tensor]:
     "The average computed again and put back, if its bytes are those that were published. Raises LostPayload."
     average = averaged(record, collect(log, record), log.config)
     payload, _, average = encoded(average, log.config, coder_of(record))
@@ -88,4 +97,4 @@ def restored_update(log: RunLog, record: Record) -> dict[str, Tensor]:
         said = f"round {record.round}: its average is damaged, and comes out with other bits here"
         raise LostPayload(said, record.round)
     log.bucket.put(record.update.ref.key, data)
-    return dict(average)
+    return average
