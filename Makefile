@@ -149,7 +149,7 @@ model: $(CORE_STAMP) ## convert the bundled SmolLM2-135M once, into the user cac
 	@$(PY) -c "from composer_nb.models import prepare_smollm2; print('model:', prepare_smollm2())"
 
 .PHONY: environments
-environments: env-verl env-monarch env-vllm ## make all, for the tests of parity; PRIME-RL's where git reaches it
+environments: env-verl env-monarch env-vllm env-skypilot ## make all, for the tests of parity; PRIME-RL's where git reaches it
 	@$(MAKE) --no-print-directory env-prime-rl || echo "PRIME-RL will not be run: its recording is compared"
 
 .PHONY: env-verl
@@ -159,6 +159,10 @@ env-verl: $(CORE_STAMP) ## make the environment of verl, once, in the user cache
 .PHONY: env-monarch
 env-monarch: $(CORE_STAMP) ## make the environment of Monarch, once, in the user cache
 	@$(VENV)/bin/composer-nb env make monarch
+
+.PHONY: env-skypilot
+env-skypilot: $(CORE_STAMP) ## make the environment of SkyPilot, once, in the user cache
+	@$(VENV)/bin/composer-nb env make skypilot
 
 .PHONY: env-vllm
 env-vllm: $(CORE_STAMP) ## make the environment of vLLM, once, in the user cache

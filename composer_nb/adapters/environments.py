@@ -103,6 +103,11 @@ ENVIRONMENTS = {
             ("VLLM_NO_USAGE_STATS", "1"),
         ),
     ),
+    "skypilot": Environment(
+        "skypilot", _HERE / "skypilot.txt",
+        beside=("cryptography", "httpx", "jsonschema", "networkx", "pandas", "psutil", "requests", "rich"),
+        settings=(("SKYPILOT_DISABLE_USAGE_COLLECTION", "1"),),
+    ),
     "prime_rl": Environment(
         "prime_rl", _HERE / "prime_rl.txt", settings=(("WANDB_MODE", "disabled"),), over="vllm",
         source=Source(
