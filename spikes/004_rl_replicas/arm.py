@@ -31,7 +31,7 @@ from composer_nb.results import spike_folder
 from composer_nb.tasks.house_rules import HouseRules
 from composer_nb.trainer import ComposerConfig, ComposerReplicationTrainer
 
-OWN = frozenset("pair_set pair_weight pair_variant pairs_per_step sync_every outer_lr outer_momentum compression".split())
+OWN = frozenset("pair_set pair_weight pair_variant pairs_per_step pair_nll sync_every outer_lr outer_momentum compression".split())
 ARMS = ("start", "one", "two")
 UNSEEN = {"exact": [0.0], "graded": [0.0], "kept": [0.0]}  # what a look says during training, where nobody looks
 
@@ -42,6 +42,8 @@ def refuse(spec: dict) -> None:
         raise ValueError(f"settings missing: {sorted(missing)}")
     if spec["arm"] not in ARMS or not spec["pair_weight"] > 0 or spec["sync_every"] < 1:
         raise ValueError(f"arm={spec['arm']!r} of {ARMS}, pair_weight={spec['pair_weight']}, sync_every={spec['sync_every']}")
+    if not spec["pair_nll"] >= 0:
+        raise ValueError(f"pair_nll={spec['pair_nll']}: a weight, 0 or more")
     if spec["look"] != spec["budget"] or spec["budget"] % 2:
         raise ValueError(f"look={spec['look']}, budget={spec['budget']}: one look, at the end, and a budget of two halves")
 
@@ -53,6 +55,7 @@ def script(spec: dict) -> ModuleType:
     found.loader.exec_module(arm)
     arm.ARMS["all"] = arm.ARMS["verified"]
     more = dict(beta_replay=spec["pair_weight"], dpo_variant=spec["pair_variant"], pairs_per_step=spec["pairs_per_step"])
+    more |= dict(replay_nll=spec["pair_nll"])
     arm.ComposerConfig = lambda *a, **options: ComposerConfig(*a, **options | more)
     return arm
 
