@@ -84,13 +84,37 @@ def test_secrets_are_named_and_never_written(tmp_path, monkeypatch):
     [
         ({"nodes": 0}, "nodes=0"), ({"processes": 0}, "processes=0"), ({"restarts": -1}, "restarts=-1"),
         ({"python": "python3; id"}, "python="), ({"secrets": "KEY"}, "list of names"),
-        ({"secrets": ["A-B"]}, "A-B"), ({"env": {"REPLICA_RANK": "3"}}, "REPLICA_RANK"),
+        ({"secrets": ["A-B"]}, "A-B"),
+        ({"secrets": ["REPLICA_RANK"]}, "REPLICA_RANK"), ({"env": {"REPLICA_RANK": "3"}}, "REPLICA_RANK"),
         ({"env": {"KEY": "1"}, "secrets": ["KEY"]}, "both name KEY"),
     ],
 )
 def test_options_without_sense_are_refused(wish, said):
     with pytest.raises(ValueError, match=said):
         SkyOptions(**wish)
+
+
+def test_a_value_that_is_passed_for_a_name_is_not_repeated(tmp_path):
+    for wish in ({"secrets": ["KEY=sesame-open"]}, {"secrets": "sesame-open"}):
+        with pytest.raises(ValueError, match="secrets") as caught:
+            SkyOptions(**wish)
+        assert "sesame" not in str(caught.value)
+    options = SkyOptions(env={"KEY": "sesame-open"})
+    assert "sesame" not in repr(options)
+    (file,) = save_tasks(sky_tasks("pkg.mod", 1, name="a", options=options), tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600 and "sesame-open" in file.read_text()
+
+
+def test_a_folder_is_one_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    (task,) = sky_tasks("train.py", 1, name="a", options=SkyOptions(workdir="~/code"))
+    assert task["workdir"] == str(tmp_path / "code")
+    (tmp_path / "a$b").mkdir()
+    for wrong in ("~/none", "~/a$b"):
+        with pytest.raises(ValueError, match="workdir="):
+            sky_tasks("pkg.mod", 1, name="a", options=SkyOptions(workdir=wrong))
 
 
 @pytest.mark.parametrize(

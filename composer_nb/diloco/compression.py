@@ -212,7 +212,8 @@ def compress(
     Pass the error back in the next round, or None to begin (or to go without feedback). All arithmetic is
     float32; 16-bit inputs are widened, float64 is rounded. `block` values share a scale (`int8`, `int4`); `k`
     is a share or a count (`topk`); `seed` makes rounding stochastic: use another one every round. With
-    `in_place` float32 tensors are used up: the new error lies where they lay. Raises
+    `in_place` float32 tensors are used up: the new error lies where they lay, so each must have memory of
+    its own. Raises
     ValueError for NaN, infinity, tensors that are not floats, an error of other names or shapes, and knobs
     out of range.
     """

@@ -12,8 +12,8 @@ from .records import RunConfig
 __all__ = ['outer_memory']
 
 # %% ../../nbs/scaling_out/25_memory.ipynb #mem-count
-_WORKING = {None: 4.0, "int8": 3.0, "int4": 3.0, "topk": 24.0}
-_HELD = {None: 4.0, "int8": 1.0, "int4": 1.0, "topk": 0.2}
+_WORKING = {"int8": 3.0, "int4": 3.0, "topk": 24.0}
+_HELD = {"int8": 1.0, "int4": 1.0, "topk": 0.2}
 
 
 def outer_memory(
@@ -29,12 +29,12 @@ def outer_memory(
         raise ValueError(f"itemsize is {itemsize}, replicas {replicas}: 2, 4 or 8 bytes, and one or more")
     config, wide = config or RunConfig(), max(4, itemsize)
     kind, part = config.compression, 1 / config.n_fragments
-    held, working = _HELD[kind] * wide / 4, _WORKING[kind] * wide / 4
+    held, working = (wide, wide) if kind is None else (_HELD[kind], _WORKING[kind])
     state = wide * (1 + len(BUFFERS[config.outer.method]))
-    error = wide if kind is not None else 0
+    error = 4 if kind is not None else 0
     train = state + error + (wide if itemsize < 4 else 0)
     snapshot = train + itemsize * part
-    offered = snapshot + (wide + (held if kind else 0)) * part  # without compression the walk itself is held
+    offered = snapshot + (error + held) * part  # without compression the walk itself is held
     publish = offered + ((replicas - 1) * held + wide + working) * part
     step = snapshot + (error + held + state) * part
     phases = {"train": train, "snapshot": snapshot, "offer": snapshot + (wide + working) * part}

@@ -90,7 +90,7 @@ class Participant(Standing):
         self.patience, self.rule = Patience(options), ClosingRule(rank, options)
         self.lock, self.held, self.orphans = threading.RLock(), {}, {}  # held: payloads by hash
         self.needs, self.newest_snapshot = None, -1  # needs: a round whose payload cannot be read here
-        self.closed: State | None = None  # where the round leads that was closed here, until it is applied
+        self.closed, self.unwritten = None, None  # a round's end, a record not yet written
 
     @property
     def author(self) -> str:
@@ -314,7 +314,7 @@ def catch_up(own: Participant) -> State:
     except LostPayload as lost:
         found = ask_for_snapshot(own, lost)
     if found is not None and found.round >= own.state.round:
-        own.state, own.held, own.closed = found, {}, None
+        own.state, own.held, own.closed, own.unwritten = found, {}, None, None
     return own.state
 
 # %% ../../nbs/scaling_out/19_participant.ipynb #5c5bfda8
@@ -330,7 +330,7 @@ def apply_record(own: Participant, record: Record) -> State:
         own.state = state_after(own, record)
     except LostPayload as lost:
         own.state = ask_for_snapshot(own, lost)
-    own.held, own.closed = {}, None
+    own.held, own.closed, own.unwritten = {}, None, None
     own.rule.forget(own.state.round)
     note(own, "apply", closer=record.closer, ranks=list(record.ranks))
     if record.closer == own.rank and own.state.round == record.round:
@@ -354,8 +354,9 @@ class Follower(Observer):
         here."""
         return self.patience.until(lambda: newest_state(self.log))
 
-    def collect(self, record: Record) -> tuple[dict[int, dict[str, Tensor]], dict[int, float]]:
-        "Pseudo-gradients and weights by rank, ready for `weighted_average`. Raises LostPayload, BucketError."
+    def collect(self, record: Record) -> tuple[dict[int, Mapping[str, Tensor]], dict[int, float]]:
+        """Pseudo-gradients and weights by rank, for `weighted_average`; compressed ones are decoded anew
+        whenever a tensor is asked for. Raises LostPayload, BucketError."""
         return self.patience.until(lambda: collect(self.log, record, self.held)), record.weights
 
     def includes(self, record: Record) -> bool:

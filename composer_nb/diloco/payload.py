@@ -88,17 +88,19 @@ class PayloadRef:
 # %% ../../nbs/scaling_out/15_payload.ipynb #6f2cc388
 _FORMAT = {  # the names of safetensors
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }
 
 
 def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """The tensors as safetensors bytes, the same for the same content. Costs one copy of them in memory.
-    Raises ValueError for a dtype that the format has no name for."""
+    Raises ValueError for other dtypes, and for a tensor called `__metadata__`."""
     import torch
 
-    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor is called '__metadata__', the format's own name: call it something else")
+    flat = {name: tensor.detach().cpu().contiguous().resolve_conj() for name, tensor in tensors.items()}
     header = {"__metadata__": {"metadata": json.dumps(dict(metadata or {}), sort_keys=True)}}
     names, at = sorted(flat, key=lambda name: (-flat[name].itemsize, name)), 0  # wide ones first: aligned
     for name in names:
@@ -114,7 +116,7 @@ def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = Non
 def _format(name: str, tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _FORMAT:
-        raise ValueError(f"{name!r} is {dtype}: safetensors holds {', '.join(_FORMAT)}")
+        raise ValueError(f"{name!r} is {dtype}: this writes {', '.join(_FORMAT)}")
     return _FORMAT[dtype]
 
 

@@ -23,8 +23,8 @@ from .store import KeyNotFound
 from .update import published
 
 # %% auto #0
-__all__ = ['weigh', 'check_begun', 'close_round', 'checked_offers', 'behind', 'poll_round', 'put_offer', 'Rendezvous', 'Work',
-           'offer_tensors', 'wait_for_record']
+__all__ = ['weigh', 'check_begun', 'close_round', 'made_record', 'checked_offers', 'behind', 'poll_round', 'put_offer',
+           'Rendezvous', 'Work', 'offer_tensors', 'wait_for_record']
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #29770772
 def weigh(part: Offer, round: int, config: RunConfig) -> Offer:
@@ -54,22 +54,32 @@ def check_begun(own: Participant, part: Offer) -> None:
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-close
 def close_round(own: Participant, round: int, offered: list[int]) -> Record | None:
     """Verify what was offered, publish the average, take the step, and write the record with the digest of
-    where it led; the record of whoever was first. Contributions are let go of once their average is
-    published. Raises Behind."""
-    parts, refused = checked_offers(own, round, offered)
-    record = Record(round, own.log.fragment(round), parts, own.rank, refused, own.state.head)
-    found = {part.rank: own.held[part.ref.sha256] for part in parts}
-    record, average = published(own.log, record, found, own.author)
-    own.held, found = {}, {}
-    record, closed = own.log.close(own.state, record, average)
-    if not own.log.rounds.put_record(round, record.to_bytes()):
+    where it led; the record of whoever was first. Where the store fails before the record is in it, what was
+    made is written the next time. Raises Behind."""
+    what = (round, own.state.head, tuple(offered))
+    if own.unwritten is None or own.unwritten[0] != what:
+        own.unwritten = what, *made_record(own, round, offered)
+    _, record, closed = own.unwritten
+    first = own.log.rounds.put_record(round, record.to_bytes())
+    own.unwritten = None
+    if not first:
         return own.log.record(round)
     if own.log.snapshots.newest() >= round:  # the round was closed, applied and swept while we were stopped
         own.log.rounds.take_back(round)
         raise behind(own, round)
     own.closed = closed
-    note(own, "close", closed=round, ranks=list(record.ranks), refused=dict(refused))
+    note(own, "close", closed=round, ranks=list(record.ranks), refused=dict(record.refused))
     return record
+
+
+def made_record(own: Participant, round: int, offered: list[int]) -> tuple[Record, State]:
+    "The record of a round and where it leads. Contributions are let go of once their average is published."
+    parts, refused = checked_offers(own, round, offered)
+    record = Record(round, own.log.fragment(round), parts, own.rank, refused, own.state.head)
+    found = {part.rank: own.held[part.ref.sha256] for part in parts}
+    record, average = published(own.log, record, found, own.author)
+    own.held, found = {}, {}
+    return own.log.close(own.state, record, average)
 
 # %% ../../nbs/scaling_out/20_rendezvous.ipynb #rv-checked
 def checked_offers(

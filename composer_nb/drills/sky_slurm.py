@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from composer_nb.adapters.environments import ENVIRONMENTS, Environment, make_environment, variables
@@ -60,19 +61,21 @@ class SkyOnSlurm:
         if reason := self.reason():
             raise OSError(f"no SkyPilot on Slurm here: {reason}")
         make_environment("skypilot")
-        self.folder = Path(tempfile.mkdtemp(prefix="sky-"))
-        self.cluster = SlurmCluster().__enter__()
-        try:
-            self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
+        with ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
+            self.cluster = stack.enter_context(SlurmCluster())
+            stack.callback(self._end_login)
+            self._begin_login()
+            self.api_port, self._asked = _free_port(), False
+            stack.callback(self._end_api)
+            self._stack = stack.pop_all()
         return self
 
-    def _begin(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _begin_login(self) -> None:
+        port = _free_port()
         for name in ("key", "host_key"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
             subprocess.run(words, check=True)
@@ -87,7 +90,9 @@ class SkyOnSlurm:
 
     def run(self, *words: str, timeout_s: float = 300.0, **more: str) -> str:
         """What `sky` prints, both streams, without colours. Raises RuntimeError with it where it fails, and TimeoutExpired."""
-        told = {"HOME": str(self.folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+        told = {"HOME": str(self.folder), "SKY_RUNTIME_DIR": str(self.folder), "SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{self.api_port}",
+                "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.api_port)}  # fmt: skip
+        self._asked = True
         command = [sys.executable, "-c", "from sky.cli import cli; cli()", *words]
         done = subprocess.run(
             command, env=variables(self.environment, **told, **more), timeout=timeout_s, text=True,
@@ -98,15 +103,20 @@ class SkyOnSlurm:
             raise RuntimeError(f"sky {' '.join(words[:3])} ended with {done.returncode}:\n{plain[-2000:]}")
         return plain
 
-    def __exit__(self, *_: object) -> None:
-        try:
+    def _end_login(self) -> None:
+        if server := vars(self).pop("_server", None):
+            server.kill()
+            server.wait()
+
+    def _end_api(self) -> None:
+        if self._asked:
             self.run("api", "stop")
-        finally:
-            if server := vars(self).get("_server"):
-                server.kill()
-                server.wait()
-            self.cluster.__exit__(None, None, None)
-            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _as_read(text: str) -> str:

@@ -30,7 +30,8 @@ class SkyOptions:
     `infra` (`aws/us-east-1`, `slurm/NAME`, `k8s`), `accelerators` (`H100:8`), `cpus` and `memory` (`4+`, GB),
     `image` as SkyPilot says them; empty: its choice. `workdir` is a folder of this machine that goes along,
     `setup` is run by a shell first, `python` is the machine's interpreter. `restarts` are for programs that
-    fail; a machine that is lost is replaced without counting. Raises ValueError, naming the value.
+    fail; a machine that is lost is replaced without counting. `env` is written into the files, `secrets` are
+    names. Raises ValueError, naming the value.
     """
 
     infra: str = ""
@@ -44,7 +45,7 @@ class SkyOptions:
     python: str = "python3"
     nodes: int = 1
     processes: int = 1
-    env: EnvList = None
+    env: EnvList = field(default=None, repr=False)
     secrets: Sequence[str] = ()
     restarts: int = 3
     variables: Mapping[str, str] = field(init=False, repr=False)
@@ -56,9 +57,12 @@ class SkyOptions:
         if not re.fullmatch(r"[\w./-]+", self.python):
             raise ValueError(f"python={self.python!r}: pass the path of an interpreter")
         if isinstance(self.secrets, str):
-            raise ValueError(f"secrets={self.secrets!r:.20}: pass a list of names")
+            raise ValueError("secrets is one text: pass a list of names")
+        for name in self.secrets:
+            if not re.fullmatch(r"(?!REPLICA_)[A-Za-z_]\w*", name, re.ASCII):
+                said = f"secrets cannot hold {name.partition('=')[0]!r:.20}"
+                raise ValueError(f"{said}: pass names without values, not beginning with REPLICA_")
         object.__setattr__(self, "variables", read_env(self.env))
-        read_env(dict.fromkeys(self.secrets, ""))  # raises for what is no name, or a reserved one
         if both := sorted(self.variables.keys() & set(self.secrets)):
             raise ValueError(f"env and secrets both name {both[0]}: a secret is not written into a file")
 
@@ -72,7 +76,7 @@ _TORCHRUN = (
 def sky_command(entrypoint: str, args: Sequence[Any], options: SkyOptions) -> str:
     "The line that a machine's shell runs. Raises ValueError for what is no script and no module."
     if entrypoint.endswith(".py"):
-        if options.workdir and not Path(options.workdir, entrypoint).is_file():
+        if options.workdir and not Path(options.workdir).expanduser().joinpath(entrypoint).is_file():
             said = f"no script {entrypoint!r} in workdir={options.workdir!r}"
             raise ValueError(f"{said}: pass its path in there")
         words = shlex.join([entrypoint])
@@ -101,7 +105,10 @@ def sky_tasks(
               "memory": options.memory, "use_spot": options.spot, "image_id": options.image}
     resources = {wish: value for wish, value in wishes.items() if value}
     resources["job_recovery"] = {"max_restarts_on_errors": options.restarts}
-    more = {"workdir": os.path.abspath(options.workdir) if options.workdir else "", "setup": options.setup}
+    workdir = os.path.abspath(os.path.expanduser(options.workdir)) if options.workdir else ""
+    if workdir and ("$" in workdir or not os.path.isdir(workdir)):
+        raise ValueError(f"workdir={options.workdir!r}: pass a folder that is there, without $ in its path")
+    more = {"workdir": workdir, "setup": options.setup}
     return [
         {
             "name": f"{name}-{rank}", "resources": resources, "num_nodes": options.nodes,
@@ -114,11 +121,13 @@ def sky_tasks(
 
 # %% ../../nbs/launching/15_skypilot.ipynb #sk000015
 def save_tasks(tasks: Sequence[Mapping[str, Any]], folder: str | os.PathLike[str]) -> list[Path]:
-    "A YAML file for each, named as the task is."
+    "A YAML file for each, named as the task is, for the eyes of its owner: `env` is in it."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{task['name']}.yaml" for task in tasks]
     for file, task in zip(files, tasks, strict=True):
+        file.touch(mode=0o600)
+        file.chmod(0o600)
         file.write_text(yaml.safe_dump(json.loads(json.dumps(task)), sort_keys=False))
     return files
 
