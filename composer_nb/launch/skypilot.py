@@ -20,7 +20,17 @@ from ..adapters.environments import make_environment, run_in
 from .job import EnvList, read_env
 
 # %% auto #0
-__all__ = ['SkyOptions', 'sky_command', 'sky_tasks', 'save_tasks', 'launch_words', 'read_by_sky']
+__all__ = ['check_names', 'SkyOptions', 'sky_command', 'sky_tasks', 'save_tasks', 'launch_words', 'read_by_sky']
+
+# %% ../../nbs/launching/15_skypilot.ipynb #sk000007n
+def check_names(secrets: Sequence[str]) -> None:
+    "Raises ValueError for what is no name of a variable; a value written beside it is not repeated."
+    if isinstance(secrets, str):
+        raise ValueError("secrets is one text: pass a list of names")
+    for name in secrets:
+        if not re.fullmatch(r"(?!REPLICA_)[A-Za-z_]\w*", name, re.ASCII):
+            said = f"secrets cannot hold {name.partition('=')[0]!r:.20}"
+            raise ValueError(f"{said}: pass names without values, not beginning with REPLICA_")
 
 # %% ../../nbs/launching/15_skypilot.ipynb #sk000008
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +66,7 @@ class SkyOptions:
             raise ValueError(f"{said}: at least 1, 1 and 0")
         if not re.fullmatch(r"[\w./-]+", self.python):
             raise ValueError(f"python={self.python!r}: pass the path of an interpreter")
-        if isinstance(self.secrets, str):
-            raise ValueError("secrets is one text: pass a list of names")
-        for name in self.secrets:
-            if not re.fullmatch(r"(?!REPLICA_)[A-Za-z_]\w*", name, re.ASCII):
-                said = f"secrets cannot hold {name.partition('=')[0]!r:.20}"
-                raise ValueError(f"{said}: pass names without values, not beginning with REPLICA_")
+        check_names(self.secrets)
         object.__setattr__(self, "variables", read_env(self.env))
         if both := sorted(self.variables.keys() & set(self.secrets)):
             raise ValueError(f"env and secrets both name {both[0]}: a secret is not written into a file")
