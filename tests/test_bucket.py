@@ -360,6 +360,34 @@ def test_a_refusal_in_other_words(s3_options, s3_client):  # noqa: F811
         assert server.seen == ["PUT", "HEAD"]
 
 
+def test_many_keys_are_deleted_at_once_and_a_missing_one_is_fine(bucket):
+    keys = [f"a/{i}" for i in range(5)]
+    for key in keys:
+        bucket.put(key, b"x")
+    before = bucket.requests
+    bucket.delete(*keys[:3], "a/none")
+    assert bucket.requests == before + 1 and bucket.list() == keys[3:]
+    bucket.delete()
+    assert bucket.requests == before + 2  # the listing
+    corner = bucket.under("a")
+    corner.delete("3", "4", "5")
+    assert bucket.list() == []
+    with pytest.raises(BucketError, match="is no key"):
+        bucket.delete("a/1", "../b")
+
+
+def test_many_keys_are_one_request_to_s3(s3_options, s3_client):  # noqa: F811
+    corner = uuid.uuid4().hex
+    going, limits = through(s3_options, "PUT", [])
+    with going as (server, options):
+        bucket = open_bucket(f"s3://tests/{corner}", **limits, **options)
+        for i in range(6):
+            bucket.put(f"k{i}", b"x")
+        server.seen.clear()
+        bucket.delete(*(f"k{i}" for i in range(5)))
+        assert len(server.seen) == 1 and bucket.list() == ["k5"]
+
+
 def test_a_key_deleted_while_contended_is_asked_for_again(s3_options, s3_client):  # noqa: F811
     key, (going, limits) = uuid.uuid4().hex, through(s3_options, "HEAD", [(404, "NoSuchKey")])
     s3_client.put_if_absent(key, b"theirs")
@@ -778,6 +806,9 @@ def test_wrong_keys_and_a_reader_that_writes():
         for attempt in (bucket.put, bucket.put_if_absent):
             with pytest.raises(BucketReadOnly, match="AccessDenied.*let this identity write"):
                 attempt("n", b"")
+        with pytest.raises(BucketReadOnly, match="AccessDenied.*let this identity write"):
+            bucket.delete("k", "n")
+        assert bucket.get("k") == b"x"
         for wrong in ({"secret": "hush-hush"}, {"key": "AKIAUNKNOWN"}):
             with pytest.raises(BucketUnavailable, match="give valid credentials") as caught:
                 open_bucket("s3://guarded", **reader | wrong).put_if_absent("n", b"")

@@ -22,8 +22,9 @@ from .run_log import RUN_GONE, json_mapping
 from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
-__all__ = ['Status', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'newest_generations', 'read_heartbeat', 'position',
-           'put_back', 'round_of', 'Heartbeat', 'outlive', 'member_row', 'tell_stalled', 'Membership', 'standing_of',
+__all__ = ['Status', 'KEPT', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'beat_key', 'read_name', 'newest_beats',
+           'newest_generations', 'position', 'read_claim', 'read_heartbeat', 'put_back', 'round_of', 'Heartbeat',
+           'drop_older', 'check_own', 'outlive', 'member_row', 'tell_stalled', 'told_by', 'Membership', 'standing_of',
            'HeartbeatThread']
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #e139d5cc
@@ -82,42 +83,83 @@ class Member:
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #79593f46
 Status = Callable[[], dict[str, Any]]
+_NAME = re.compile(
+    r"members/(?P<rank>\d+)/(?P<generation>\d+)(?:\.json|/(?P<counter>\d+)\.(?P<phase>[a-z]+)"
+    r"\.r(?P<round>-?\d+)\.s(?P<step>\d+)\.o(?P<offers>\d+)(?:\.n(?P<needs>-?\d+))?(?:\.i(?P<idle_s>\d+))?\.json)"
+)
 
 
 def heartbeat_key(rank: int, generation: int) -> str:
-    "Where in the bucket a member tells that it is alive; a restarted rank has the next generation."
+    "The file by which a process takes a generation of its rank. It says what does not change."
     return f"members/{rank:05d}/{generation:08d}.json"
+
+
+def beat_key(body: Mapping[str, Any]) -> str:
+    "The name of a heartbeat, which says all the rest."
+    told = [f"{body['counter']:08d}", body["phase"], f"r{body['round']}", f"s{body['step']}"]
+    told.append(f"o{body.get('offers', 0)}")
+    for letter, name in (("n", "needs"), ("i", "idle_s")):
+        told += [] if body.get(name) is None else [f"{letter}{int(body[name])}"]
+    return f"members/{body['rank']:05d}/{body['generation']:08d}/{'.'.join(told)}.json"
+
+
+def read_name(key: str) -> dict[str, Any] | None:
+    "What a key says: only rank and generation for a generation's file, None for a key of another kind."
+    if (found := _NAME.fullmatch(key)) is None:
+        return None
+    told = {name: said if name == "phase" else int(said) for name, said in found.groupdict().items() if said}
+    return told if found["counter"] is None else {"needs": None} | told
+
+# %% ../../nbs/scaling_out/17_membership.ipynb #79593f46b
+def newest_beats(keys: Iterable[str]) -> dict[int, dict[str, Any]]:
+    """What the names say last of the newest generation of each rank. Of two with one counter, the lower
+    round counts: that one was put back."""
+    found = dict[int, dict[str, Any]]()
+    for told in filter(None, map(read_name, keys)):
+        if (held := found.get(told["rank"])) is None or _place(told) > _place(held):
+            found[told["rank"]] = told
+    return found
+
+
+def _place(told: Mapping[str, Any]) -> tuple[int, int, int]:
+    return told["generation"], told.get("counter", -1), -told.get("round", 0)
 
 
 def newest_generations(bucket: Bucket) -> dict[int, int]:
     "Newest generation of each rank."
-    found = (re.fullmatch(r"members/(\d+)/(\d+)\.json", key) for key in bucket.list("members/"))  # sorted
-    return {int(name[1]): int(name[2]) for name in found if name}
+    return {rank: told["generation"] for rank, told in newest_beats(bucket.list("members/")).items()}
 
 
-def read_heartbeat(bucket: Bucket, rank: int, generation: int) -> dict[str, Any] | None:
-    """None where it was swept just now (there is a newer generation), or makes no sense: that is no sign of
-    life."""
+def position(body: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    "What changes when a replica moves, of its heartbeat. Rounds do not count: a thread takes them over."
+    return tuple(body.get(name) for name in ("phase", "step", "offers", "needs"))
+
+# %% ../../nbs/scaling_out/17_membership.ipynb #mem-read
+def read_claim(bucket: Bucket, rank: int, generation: int) -> dict[str, Any] | None:
+    """What the file of a generation says. None where it was swept just now (there is a newer one), or makes no
+    sense: that is no sign of life."""
     try:
         found = json_mapping(bucket.get(heartbeat_key(rank, generation)))
     except KeyNotFound:
         return None
     plain = all(type(found.get(name)) is int for name in ("generation", "counter", "round", "step"))
-    return (
-        found
-        if plain and isinstance(found.get("needs"), int | None) and {"nonce", "phase"} <= found.keys()
-        else None
-    )
+    sound = plain and isinstance(found.get("needs"), int | None) and "phase" in found
+    return found if sound else None
 
 
-def position(body: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    "What changes when a replica moves, of its heartbeat. Rounds do not count: a thread takes them over."
-    return tuple(body.get(name) for name in ("nonce", "phase", "step", "offers", "needs"))
+def read_heartbeat(bucket: Bucket, rank: int, generation: int) -> dict[str, Any] | None:
+    "The last heartbeat of a generation; what its file says where there was none; None where that is nothing."
+    told = newest_beats(bucket.list(f"members/{rank:05d}/{generation:08d}")).get(rank, {})
+    return told if "phase" in told else read_claim(bucket, rank, generation)
 
-# %% ../../nbs/scaling_out/17_membership.ipynb #79593f46b
+
 def put_back(bucket: Bucket, rank: int, generation: int, round: int) -> None:
     "Say of a silent process that it stands at an earlier round. It seems no more alive for it."
-    if (body := read_heartbeat(bucket, rank, generation)) is not None:
+    told = newest_beats(bucket.list(f"members/{rank:05d}/{generation:08d}")).get(rank, {})
+    if "phase" in told:
+        bucket.put(beat_key(told | {"round": round}), b"")
+        bucket.delete(beat_key(told))
+    elif (body := read_claim(bucket, rank, generation)) is not None:
         bucket.put(heartbeat_key(rank, generation), json.dumps(body | {"round": round}).encode())
 
 
@@ -128,14 +170,15 @@ def round_of(bucket: Bucket, rank: int, generation: int | None) -> int:
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #8376cd14
 class Heartbeat:
-    """What one process writes about itself, under one generation of its rank. `status` says round, step,
-    phase and needs; `before` is the round at which the last process of this rank stood."""
+    """What one process tells about itself, under one generation of its rank. `status` says round, step, phase
+    and needs; `before` is the round at which the last process of this rank stood."""
 
     def __init__(
         self, bucket: Bucket, rank: int, lease_s: float, status: Status, sleep: Callable[[float], None]
     ) -> None:
         self.bucket, self.rank, self.lease_s, self.status, self.sleep = bucket, rank, lease_s, status, sleep
         self.generation, self.counter, self.nonce, self.before = -1, 0, uuid.uuid4().hex, -1
+        self._names: list[str] = []
 
     def take_rank(self, replace: bool) -> None:
         "Take the next generation of the rank. Raises DuplicateRank."
@@ -144,31 +187,48 @@ class Heartbeat:
             if newest is not None and not replace:
                 outlive(self.bucket, self.rank, newest, self.lease_s, self.sleep)
             generation, replace = 0 if newest is None else newest + 1, False
-            if self.bucket.put_if_absent(heartbeat_key(self.rank, generation), self._body(generation)):
+            if self.claim(generation):
                 self.generation, self.before = generation, round_of(self.bucket, self.rank, newest)
                 return
 
+    def claim(self, generation: int) -> bool:
+        "Write the file of a generation; whether it was free."
+        body = json.dumps(self.told(generation) | {"nonce": self.nonce, "lease_s": self.lease_s})
+        return self.bucket.put_if_absent(heartbeat_key(self.rank, generation), body.encode())
+
     def beat(self) -> None:
         self.counter += 1
-        self.bucket.put(heartbeat_key(self.rank, self.generation), self._body(self.generation))
+        self._names.append(name := beat_key(told := self.told(self.generation)))
+        self.bucket.put(name, b"")
+        drop_older(self.bucket, self._names, 1 if told["phase"] == "left" else KEPT)
 
-    def check(self, generations: Mapping[int, int]) -> None:
-        """Raises DuplicateRank when the rank has passed to a newer generation, RendezvousError when the run
-        has gone. Our own file is written again where it alone has gone."""
-        own = heartbeat_key(self.rank, self.generation)
-        if self.rank not in generations and not self.bucket.exists(own):
-            if not self.bucket.list("snapshots/") and not self.bucket.exists("run.json"):
-                raise RendezvousError(RUN_GONE)
-            self.bucket.put_if_absent(own, self._body(self.generation))
-        if (newest := generations.get(self.rank, -1)) > self.generation:
-            raise DuplicateRank(f"rank {self.rank} was taken over by generation {newest} while this one "
-                                f"({self.generation}) was silent; stop this process")
-
-    def _body(self, generation: int) -> bytes:
-        mine = {"rank": self.rank, "generation": generation, "nonce": self.nonce, "counter": self.counter}
-        return json.dumps(mine | {"lease_s": self.lease_s} | self.status()).encode()
+    def told(self, generation: int) -> dict[str, Any]:
+        return {"rank": self.rank, "generation": generation, "counter": self.counter} | self.status()
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #b8bf2465
+KEPT = 4  # heartbeats that are there at least, once so many were written
+
+
+def drop_older(bucket: Bucket, names: list[str], kept: int) -> None:
+    "Delete all but the last `kept` of these names, once there are twice as many."
+    if len(names) >= 2 * kept:
+        bucket.delete(*names[:-kept])
+        del names[:-kept]
+
+
+def check_own(own: Heartbeat, generations: Mapping[int, int]) -> None:
+    """Raises DuplicateRank when the rank has passed to a newer generation, RendezvousError when the run has
+    gone. The file of our own generation is written again where it alone has gone."""
+    bucket, rank, generation = own.bucket, own.rank, own.generation
+    if rank not in generations and not bucket.exists(heartbeat_key(rank, generation)):
+        if not bucket.list("snapshots/") and not bucket.exists("run.json"):
+            raise RendezvousError(RUN_GONE)
+        own.claim(generation)
+    if (newest := generations.get(rank, -1)) > generation:
+        raise DuplicateRank(f"rank {rank} was taken over by generation {newest} while this one "
+                            f"({generation}) was silent; stop this process")
+
+
 def outlive(
     bucket: Bucket, rank: int, generation: int, lease_s: float, sleep: Callable[[float], None]
 ) -> None:
@@ -207,6 +267,20 @@ def tell_stalled(members: Iterable[Member], told: set[tuple[int, int]]) -> None:
             rule = "nobody waits for it until it does"
             warnings.warn(f"{said}step {row.step}): {rule}", RuntimeWarning, stacklevel=2)
 
+
+def told_by(
+    bucket: Bucket, names: Mapping[int, Mapping[str, Any]], before: Mapping[int, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    "What each rank says; of one without a heartbeat, what was known of it, or its generation's file."
+    found = {}
+    for rank, told in names.items():
+        held, generation = before.get(rank, {}), told["generation"]
+        known = held.get("generation") == generation and (held["counter"] > 0 or held["phase"] == "left")
+        body = told if "phase" in told else held if known else read_claim(bucket, rank, generation)
+        if body is not None:
+            found[rank] = dict(body)
+    return found
+
 # %% ../../nbs/scaling_out/17_membership.ipynb #b4e445cd
 class Membership:
     """Who is in the run, as this replica sees it. `look` reads the bucket, `members` does not. Who beats and
@@ -223,15 +297,11 @@ class Membership:
         self.look()
 
     def look(self) -> None:
-        "Read the heartbeats. Raises as `Heartbeat.check` does."
-        generations, bodies = newest_generations(self.own.bucket), {}
-        self.own.check(generations)
-        for rank, generation in generations.items():
-            held = self.bodies.get(rank)
-            done = held is not None and held["phase"] == "left" and held["generation"] == generation
-            if body := held if done else read_heartbeat(self.own.bucket, rank, generation):
-                bodies[rank] = body
-        marks = {rank: (body["generation"], body["nonce"], body["counter"]) for rank, body in bodies.items()}
+        "One listing, and the file of who has not beaten yet. Raises as `check_own` does."
+        names = newest_beats(self.own.bucket.list("members/"))
+        check_own(self.own, {rank: told["generation"] for rank, told in names.items()})
+        bodies = told_by(self.own.bucket, names, self.bodies)
+        marks = {rank: (body["generation"], body["counter"]) for rank, body in bodies.items()}
         moves = {rank: (body["generation"], *position(body)) for rank, body in bodies.items()}
         with self._lock:
             self.bodies = bodies

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .membership import Watch, newest_generations, read_heartbeat
+from .membership import Watch, beat_key, heartbeat_key, newest_beats, told_by
 from .outer import OuterConfig
 from .payload import PayloadRef, Spec
 from .records import Record, RendezvousError, RunConfig, compare_terms, terms_of
@@ -185,7 +185,7 @@ def longest_lease(bodies: Collection[Mapping[str, Any]], default_s: float) -> fl
 
 
 def _mark(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    return body["generation"], body["nonce"], body["counter"]
+    return body["generation"], body["counter"]
 
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-beats
 class Seen:
@@ -196,17 +196,17 @@ class Seen:
     ) -> None:
         self.bucket, self.default_s, self.clock, self.sleep = bucket, lease_s, clock, sleep
         self.watch, self.first = Watch(lease_s), dict[int, tuple[Any, ...]]()
-        self.bodies = dict[int, dict[str, Any]]()
+        self.bodies, self.files = dict[int, dict[str, Any]](), dict[str, dict[str, Any]]()
 
-    def look(self, ranks: Collection[int] | None = None) -> None:
-        "Read the heartbeats of these ranks, or of all."
-        if ranks is None:
-            generations = newest_generations(self.bucket)
-        else:
-            generations = {rank: self.bodies[rank]["generation"] for rank in ranks}
-        for rank, generation in generations.items():
-            if (body := read_heartbeat(self.bucket, rank, generation)) is not None:
-                self.bodies[rank] = body
+    def look(self) -> None:
+        "One listing, and the files of generations that are new."
+        names = newest_beats(self.bucket.list("members/"))
+        for rank, body in told_by(self.bucket, names, self.bodies).items():
+            key = heartbeat_key(rank, body["generation"])
+            if key not in self.files:
+                with suppress(KeyNotFound):
+                    self.files[key] = json_mapping(self.bucket.get(key))
+            self.bodies[rank] = self.files.get(key, {}) | body
         marks = {rank: _mark(body) for rank, body in self.bodies.items()}
         self.watch.lease_s = longest_lease(self.bodies.values(), self.default_s)
         self.watch.look(self.clock(), marks)
@@ -231,10 +231,10 @@ class Heartbeats(Seen):
         "Look until each that has not left was seen to change, for a lease at most."
         self.look()
         for _ in range(8):
-            if not (open := [rank for rank in self.bodies if not self._known(rank)]):
+            if all(map(self._known, self.bodies)):
                 return
             self.sleep(self.watch.lease_s / 8)
-            self.look(open)
+            self.look()
         self.look()  # who was known early lives on, or not
 
     def _known(self, rank: int) -> bool:
@@ -334,7 +334,6 @@ def other_faults(view: RunView, closed: Collection[int]) -> Iterator[str]:
         if member.needs is not None and member.state == "alive":
             yield f"rank {member.rank} cannot read round {member.needs} and asks for a snapshot"
 
-
 # %% ../../nbs/scaling_out/62_overview.ipynb #ovw-members
 def member_rows(
     beats: Heartbeats, entries: Mapping[str, Entry], offered: Collection[int]
@@ -348,7 +347,7 @@ def member_rows(
                 shown = json_mapping(beats.bucket.get(key))
         numbers = {name: shown.get(name) for name in ("loss", "bytes_up", "bytes_down")}
         told = {name: n for name, n in numbers.items() if isinstance(n, int | float) and math.isfinite(n)}
-        entry = entries.get(f"members/{rank:05d}/{body['generation']:08d}.json")
+        entry = entries.get(beat_key(body)) or entries.get(heartbeat_key(rank, body["generation"]))
         plain = {name: body[name] for name in names}
         for name in ("idle_s", "stall_s"):  # not said by replicas of an older release
             plain[name] = body[name] if isinstance(body.get(name), int | float) else None

@@ -78,7 +78,7 @@ class Mismatch(RendezvousError):
         return type(self), (self.field, self.ours, self.theirs, self.remedy)
 
 # %% ../../nbs/scaling_out/15_records.ipynb #e257b962
-_FORMAT = 4
+_FORMAT = 5
 _REMEDIES = {
     "format": "use a release of composer_nb that writes this format, or another run_id",
     "code": "install the same version of composer_nb on every replica, or use another run_id",

@@ -465,8 +465,7 @@ def sweep_log(
     orphans.update(first)
     doomed = [key for key in doomed if key not in needed]
     doomed += [key for key, at in first.items() if now - at >= orphan_s]
-    for key in doomed:
-        log.bucket.delete(key)
+    log.bucket.delete(*doomed)
     return len(gone) + len(doomed)
 
 
@@ -496,7 +495,10 @@ def _references(log: RunLog, round: int, keys: Collection[str]) -> set[str]:
 
 
 def _older_generations(keys: list[str]) -> list[str]:
-    """All heartbeats but the newest of each rank, from sorted keys. A foreign key beside them makes none of
-    them old."""
-    beats = [key for key in keys if re.fullmatch(r"members/\d+/\d+\.json", key)]
-    return [key for key, following in zip(beats, beats[1:]) if key.split("/")[1] == following.split("/")[1]]
+    """What all but the newest generation of each rank left. A foreign key beside it makes none old."""
+    parts = {key: re.fullmatch(r"members/(\d+)/(\d+)(?:\.json|/.*\.json)", key) for key in keys}
+    found = {key: (part[1], int(part[2])) for key, part in parts.items() if part}
+    newest: dict[str, int] = {}
+    for rank, generation in found.values():
+        newest[rank] = max(generation, newest.get(rank, 0))
+    return [key for key, (rank, generation) in found.items() if generation < newest[rank]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .compression import compress
 from .outer import pseudo_gradient
+from .participant import ahead_of
 from .records import Record, State
 from .rendezvous import Rendezvous
 from .run_log import Behind, LostPayload
@@ -25,7 +27,7 @@ from .store import BucketError, KeyNotFound
 
 # %% auto #0
 __all__ = ['LocalProgress', 'Contribution', 'AppliedRound', 'offer_contribution', 'take_next_round', 'HealthTable', 'SyncThread',
-           'run_sync', 'sync_turn']
+           'worth_asking', 'pause_s', 'run_sync', 'sync_turn']
 
 # %% ../../nbs/scaling_out/22_sync_thread.ipynb #b07d9cda
 @dataclass
@@ -158,15 +160,37 @@ class SyncThread:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
+# %% ../../nbs/scaling_out/22_sync_thread.ipynb #syn-asking
+def worth_asking(sync: SyncThread, since_s: float) -> bool:
+    "Whether a look may tell something: ours is under way, others are ahead, or half a lease has passed."
+    rendezvous = sync.rendezvous
+    if sync.waiting is not None or since_s >= rendezvous.lease_s / 2:
+        return True
+    wanted = any(member.alive and member.needs is not None for member in rendezvous.members())
+    ahead = ahead_of(rendezvous, rendezvous.state.round + 1)
+    return wanted or bool(ahead) or rendezvous.thread.fatal is not None
+
+
+def pause_s(poll_s: float, waited_s: float) -> float:
+    "Between two looks, after so long a wait."
+    return min(max(poll_s, waited_s / 10), 4 * poll_s)
+
 # %% ../../nbs/scaling_out/22_sync_thread.ipynb #afeac0fe
 def run_sync(sync: SyncThread) -> None:
     "What the thread does until it is stopped."
     rendezvous = sync.rendezvous
     try:
+        asked = began = time.monotonic()
         while not sync.stopped.is_set():
-            if not sync_turn(sync):
-                sync.wake.wait(sync.poll_s if sync.waiting else 4 * sync.poll_s)
-                sync.wake.clear()
+            if worth_asking(sync, time.monotonic() - asked):
+                asked = time.monotonic()
+                if sync_turn(sync):
+                    began = time.monotonic()
+                    continue
+            sync.wake.wait(pause_s(sync.poll_s, time.monotonic() - began))
+            if sync.wake.is_set():
+                began = time.monotonic()
+            sync.wake.clear()
     except BaseException as error:
         where = f"rank {rendezvous.rank}, after round {rendezvous.state.round}"
         error.add_note(f"in the background thread of the outer loop, {where}")
@@ -174,7 +198,7 @@ def run_sync(sync: SyncThread) -> None:
         rendezvous.leave()
         _tell(sync)
 
-
+# %% ../../nbs/scaling_out/22_sync_thread.ipynb #syn-turn
 def sync_turn(sync: SyncThread) -> bool:
     "One look at the open round; whether it has closed."
     part = sync.waiting

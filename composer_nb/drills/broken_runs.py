@@ -58,7 +58,7 @@ def snapshot_tensors(log: RunLog) -> None:
 
 
 def heartbeat(log: RunLog) -> None:
-    """Every heartbeat."""
+    """Every heartbeat, and the file of every generation."""
     for key in log.bucket.list("members/"):
         log.bucket.put(key, RUBBISH)
 

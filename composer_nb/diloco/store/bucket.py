@@ -31,10 +31,20 @@ from .remote import open_remote
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['UnderStore', 'Overlay', 'OverlayStore', 'Asking', 'ReadableBucket', 'WritableBucket', 'Bucket', 'DryBucket',
-           'split_uri', 'open_bucket']
+__all__ = ['remove_all', 'UnderStore', 'Overlay', 'OverlayStore', 'Asking', 'ReadableBucket', 'WritableBucket', 'Bucket',
+           'DryBucket', 'split_uri', 'open_bucket']
 
 # %% ../../../nbs/scaling_out/14_bucket.ipynb #2e67ec31
+def remove_all(store: Store, keys: Sequence[str]) -> None:
+    "Remove keys, at once where the store can (S3). One that is not there is fine."
+    if at_once := getattr(store, "remove_all", None):
+        at_once(keys)
+        return
+    for key in keys:
+        with suppress(FileNotFoundError, KeyNotFound):
+            store.remove(key)
+
+# %% ../../../nbs/scaling_out/14_bucket.ipynb #bk-under
 class UnderStore:
     "A store's keys below a prefix."
 
@@ -63,6 +73,9 @@ class UnderStore:
 
     def remove(self, key: str) -> None:
         self._store.remove(self._prefix + key)
+
+    def remove_all(self, keys: Sequence[str]) -> None:
+        remove_all(self._store, [self._prefix + key for key in keys])
 
     def move(self, key: str, to: str) -> None:
         self._store.move(self._prefix + key, self._prefix + to)
@@ -217,10 +230,14 @@ class WritableBucket(ReadableBucket):
         self._call(lambda: self._store.put(check_key(key), data), key, writes=True)
         self._count(up=len(data))
 
-    def delete(self, key: str) -> None:
-        "Remove the key. One that is not there is fine."
-        with suppress(KeyNotFound):
-            self._call(lambda: self._store.remove(check_key(key)), key, writes=True, may_miss=True)
+    def delete(self, *keys: str) -> None:
+        "Remove keys; several in one operation. One that is not there is fine."
+        names = [check_key(key) for key in keys]
+        if len(names) == 1:
+            with suppress(KeyNotFound):
+                self._call(lambda: self._store.remove(names[0]), names[0], writes=True, may_miss=True)
+        elif names:
+            self._call(lambda: remove_all(self._store, names), names[0], writes=True)
 
     def move(self, key: str, to: str) -> None:
         "Give the object another key; not atomic on an object store. Raises KeyNotFound."

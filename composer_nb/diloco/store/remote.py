@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +16,7 @@ from .errors import BucketError, TransientError, store_code
 from .folder import Entry, Store
 
 # %% auto #0
-__all__ = ['SAFE', 'RemoteStore', 'S3Listing', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
+__all__ = ['SAFE', 'RemoteStore', 'refused', 'S3Listing', 'S3Store', 'GCSStore', 's3_client', 'open_remote']
 
 # %% ../../../nbs/scaling_out/12_remote.ipynb #d103812c
 class RemoteStore:
@@ -72,6 +72,15 @@ def _written(info: Mapping[str, Any]) -> float | None:
 _MARK = "composer-nb-writer"
 
 
+def refused(refusal: Mapping[str, Any]) -> Exception:
+    "What S3 says of one key among many as the error that it would be for that key alone."
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    told = {name: str(refusal.get(name, "")) for name in ("Code", "Message")}
+    return translate_boto_error(ClientError({"Error": told}, "DeleteObjects"))
+
+# %% ../../../nbs/scaling_out/12_remote.ipynb #rem-s3-calls
 class _S3Calls:
     "S3's own operations below one prefix of one bucket: one request each, no listing kept."
 
@@ -91,6 +100,15 @@ class _S3Calls:
             return self.head(key)["Metadata"].get(_MARK, "")
         except FileNotFoundError as error:
             raise TransientError(f"{key} was deleted while it was contended") from error
+
+    def remove(self, keys: Sequence[str]) -> None:
+        "Up to a thousand keys a request. Raises the first refusal that S3 tells."
+        for first in range(0, len(keys), 1000):
+            objects = [{"Key": self.at(key)["Key"]} for key in keys[first : first + 1000]]
+            wanted = {"Objects": objects, "Quiet": True}
+            answer = self.fs.call_s3("delete_objects", Bucket=self.name, Delete=wanted)
+            for refusal in answer.get("Errors", ()):
+                raise refused(refusal)
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         skip, found, token = len(self.prefix) + 1 if self.prefix else 0, {}, {}
@@ -147,6 +165,9 @@ class S3Store(S3Listing):
 
     def remove(self, key: str) -> None:
         self.fs.call_s3("delete_object", **self._s3.at(key))
+
+    def remove_all(self, keys: Sequence[str]) -> None:
+        self._s3.remove(keys)
 
     def move(self, key: str, to: str) -> None:
         self.fs.call_s3("copy_object", CopySource=self._s3.at(key), **self._s3.at(to))
