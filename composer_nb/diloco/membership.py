@@ -112,8 +112,8 @@ def read_name(key: str) -> dict[str, Any] | None:
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #79593f46b
 def newest_beats(keys: Iterable[str]) -> dict[int, dict[str, Any]]:
-    """What the names say last of the newest generation of each rank. Of two with one counter, the lower
-    round counts: that one was put back."""
+    """What the names say last of each rank's newest generation. Of two with one counter the lower round
+    counts: it was put back."""
     found = dict[int, dict[str, Any]]()
     for told in filter(None, map(read_name, keys)):
         if (held := found.get(told["rank"])) is None or _place(told) > _place(held):
