@@ -85,7 +85,8 @@ class Member:
 Status = Callable[[], dict[str, Any]]
 _NAME = re.compile(
     r"members/(?P<rank>\d+)/(?P<generation>\d+)(?:\.json|/(?P<counter>\d+)\.(?P<phase>[a-z]+)"
-    r"\.r(?P<round>-?\d+)\.s(?P<step>\d+)\.o(?P<offers>\d+)(?:\.n(?P<needs>-?\d+))?(?:\.i(?P<idle_s>\d+))?\.json)"
+    r"\.r(?P<round>-?\d+)\.s(?P<step>\d+)\.o(?P<offers>\d+)"
+    r"(?:\.n(?P<needs>-?\d+))?(?:\.i(?P<idle_s>\d+))?\.json)"
 )
 
 
@@ -136,8 +137,8 @@ def position(body: Mapping[str, Any]) -> tuple[Hashable, ...]:
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #mem-read
 def read_claim(bucket: Bucket, rank: int, generation: int) -> dict[str, Any] | None:
-    """What the file of a generation says. None where it was swept just now (there is a newer one), or makes no
-    sense: that is no sign of life."""
+    """What the file of a generation says. None where it was swept just now (there is a newer one), or makes
+    no sense: that is no sign of life."""
     try:
         found = json_mapping(bucket.get(heartbeat_key(rank, generation)))
     except KeyNotFound:
