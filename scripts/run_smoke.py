@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = ("papermill",)  # what takes long to import in `spikes/run.py`
 ELSEWHERE = ("006",)  # spikes that another stage runs
 SLOWEST = (  # begin first, in this order
-    "008_diloco", "012_ladder", "003b_equal_cost", "007_real_traces", "011b_turn_training", "011_turn_local",
-    "001_teacher_cost",
+    "008_diloco", "008b_bucket", "012_ladder", "003b_equal_cost", "007_real_traces", "011b_turn_training",
+    "011_turn_local", "001_teacher_cost",
 )  # fmt: skip
 
 
