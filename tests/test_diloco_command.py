@@ -332,6 +332,9 @@ def test_the_lease_is_the_one_that_the_replicas_have(world):
     assert [member.state for member in view.members] == ["alive", "silent"] and world.now - begun >= 60.0
     key = "members/00000/00000000.json"
     body = json.loads(bucket.get(key))
+    seats[0].bucket.put(key, b"rubbish")
+    again = Lookout(bucket, lease_s=1.0, clock=lambda: world.now, sleep=world.sleep).settle()
+    assert [member.state for member in again.members] == ["alive", "silent"]
     for wrong in ("60", None, -1.0, True):
         seats[0].bucket.put(key, json.dumps(body | {"lease_s": wrong}).encode())
         assert Lookout(bucket, lease_s=1.0, clock=lambda: 0.0, sleep=world.sleep).settle().members

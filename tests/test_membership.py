@@ -3,6 +3,7 @@
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from composer_nb.diloco.membership import (
     KEPT,
     Heartbeat,
     HeartbeatThread,
+    Member,
     Membership,
     beat_key,
     heartbeat_key,
@@ -21,9 +23,9 @@ from composer_nb.diloco.membership import (
     read_name,
 )
 from composer_nb.diloco.run_log import _older_generations
-from composer_nb.diloco.store import Bucket, check_key, open_bucket
+from composer_nb.diloco.store import Bucket, BucketReadOnly, check_key, open_bucket
 from composer_nb.diloco.store.folder import MemoryStore
-from composer_nb.diloco.sync_thread import pause_s
+from composer_nb.diloco.sync_thread import pause_s, worth_asking
 
 LEASE = 4.0
 counts = st.integers(0, 10**9)
@@ -32,7 +34,7 @@ told = st.fixed_dictionaries(
         "rank": st.integers(0, 99_999), "generation": st.integers(0, 10**8 - 1), "counter": counts,
         "phase": st.sampled_from(["joining", "in", "left"]), "round": st.integers(-1, 10**9),
         "step": counts, "offers": counts, "needs": st.none() | st.integers(-1, 10**9),
-        "idle_s": st.none() | counts,
+        "idle_s": st.none() | counts, "lease_s": st.integers(1, 10**7).map(lambda ms: ms / 1000),
     }
 )  # fmt: skip
 
@@ -41,7 +43,8 @@ told = st.fixed_dictionaries(
 def test_a_name_says_all(body):
     key = check_key(beat_key(body))
     found = read_name(key)
-    assert found == {name: value for name, value in body.items() if name == "needs" or value is not None}
+    said = {name: value for name, value in body.items() if name == "needs" or value is not None}
+    assert found == said | {"beaten": True}
     assert read_name(heartbeat_key(body["rank"], body["generation"])).keys() == {"rank", "generation"}
 
 
@@ -143,6 +146,67 @@ def test_who_is_put_back_is_no_more_alive(bucket):
     assert len(bucket.list("members/00001/00000000/")) == 1
 
 
+@pytest.mark.parametrize("round", [2, 3, 4])
+def test_who_is_put_back_twice_stays_there(bucket, round):
+    _, two = seats(bucket, 2)
+    two.own.beat()
+    for _ in range(3):
+        put_back(bucket, 1, 0, round)
+        assert read_heartbeat(bucket, 1, 0)["round"] == min(round, 3)
+        assert read_heartbeat(bucket, 1, 0)["counter"] == 2
+    two.own.status = lambda: status() | {"round": 5}
+    two.own.beat()
+    assert read_heartbeat(bucket, 1, 0)["round"] == 5
+
+
+def test_half_a_putting_back_is_finished_by_the_next(bucket, monkeypatch):
+    seats(bucket, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "delete", lambda *keys: (_ for _ in ()).throw(OSError("away")))
+        with pytest.raises(OSError, match="away"):
+            put_back(bucket, 1, 0, 2)
+    assert read_heartbeat(bucket, 1, 0)["round"] == 2
+    put_back(bucket, 1, 0, 2)
+    assert len(bucket.list("members/00001/00000000/")) == 1
+
+
+def test_the_file_of_a_generation_is_written_again(bucket):
+    one, _ = seats(bucket, 2)
+    bucket.delete(heartbeat_key(0, 0))
+    one.look()
+    assert bucket.exists(heartbeat_key(0, 0))
+
+
+def test_a_store_that_refuses_to_delete_is_told(bucket, monkeypatch):
+    now = [0.0]
+    (first,) = seats(bucket, 1, lambda: now[0])
+    thread = HeartbeatThread(first, timeout_s=30.0)
+    refusal = BucketReadOnly("AccessDenied", "members/", "let this identity delete")
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "delete", lambda *keys: (_ for _ in ()).throw(refusal))
+        for _ in range(40):
+            now[0] += LEASE / 8
+            thread.tick(beat=True)
+            thread.tick(beat=False)
+            thread.check() if now[0] < 20.0 else None
+        with pytest.raises(BucketReadOnly, match="AccessDenied"):
+            now[0] += 30.0
+            thread.check()
+    thread.tick(beat=True)
+    thread.check()
+    assert len(bucket.list("members/00000/00000000/")) == KEPT
+
+
+def test_two_threads_that_beat_leave_no_name_behind(bucket):
+    (first,) = seats(bucket, 1)
+    beating = [threading.Thread(target=lambda: [first.own.beat() for _ in range(50)]) for _ in range(4)]
+    for thread in beating:
+        thread.start()
+    for thread in beating:
+        thread.join()
+    assert first.own.counter == 201 and len(bucket.list("members/00000/00000000/")) < 2 * KEPT
+
+
 def test_who_died_between_writing_and_deleting_a_name_has_put_back(bucket):
     seats(bucket, 2)
     body = read_heartbeat(bucket, 1, 0)
@@ -168,8 +232,9 @@ def test_names_of_old_generations_are_old(bucket):
     again.take_rank(replace=True)
     again.beat()
     bucket.put("members/00000/note.txt", b"mine")
+    bucket.put("members/00000/00000009/note.json", b"mine")
     old = _older_generations(bucket.list("members/"))
-    beat = beat_key(status() | {"rank": 1, "generation": 0, "counter": 1})
+    beat = beat_key(status() | {"rank": 1, "generation": 0, "counter": 1, "lease_s": LEASE})
     assert set(old) == {heartbeat_key(1, 0), beat}
 
 
@@ -180,9 +245,11 @@ class Far:
         self.store, self.latency_s = store, latency_s
 
     def __getattr__(self, name):
+        call = getattr(self.store, name)
+
         def asked(*arguments):
             time.sleep(self.latency_s)
-            return getattr(self.store, name)(*arguments)
+            return call(*arguments)
 
         return asked
 
@@ -217,3 +284,23 @@ def test_nobody_dies_of_a_slow_store():
 @given(st.floats(0.01, 1.0), st.floats(0.0, 1e4))
 def test_no_wait_grows_by_more_than_a_tenth(poll_s, waited_s):
     assert poll_s <= pause_s(poll_s, waited_s) <= max(poll_s, min(waited_s / 10, 4 * poll_s))
+
+
+class Sync:
+    """What `worth_asking` looks at."""
+
+    def __init__(self, waiting=None, fatal=None, rounds=(3, 3), needs=None) -> None:
+        self.waiting, self.lease_s, self.rank = waiting, LEASE, 0
+        rows = [Member(rank, True, 0.0, round, 0, "in", 0, needs) for rank, round in enumerate(rounds)]
+        self.members = lambda: rows
+        self.membership, self.state = SimpleNamespace(members=self.members), SimpleNamespace(round=3)
+        self.thread = SimpleNamespace(fatal=fatal)
+
+    rendezvous = property(lambda self: self)
+
+
+def test_an_idle_replica_asks_when_there_is_something_to_hear():
+    assert not worth_asking(Sync(), LEASE / 4)
+    assert worth_asking(Sync(), LEASE / 2)
+    for told in (Sync(waiting=object()), Sync(fatal=OSError()), Sync(rounds=(3, 4)), Sync(needs=3)):
+        assert worth_asking(told, 0.0)

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ Status = Callable[[], dict[str, Any]]
 _NAME = re.compile(
     r"members/(?P<rank>\d+)/(?P<generation>\d+)(?:\.json|/(?P<counter>\d+)\.(?P<phase>[a-z]+)"
     r"\.r(?P<round>-?\d+)\.s(?P<step>\d+)\.o(?P<offers>\d+)"
-    r"(?:\.n(?P<needs>-?\d+))?(?:\.i(?P<idle_s>\d+))?\.json)"
+    r"(?:\.n(?P<needs>-?\d+))?(?:\.i(?P<idle_s>\d+))?(?:\.l(?P<lease_ms>\d+))?\.json)"
 )
 
 
@@ -101,6 +101,7 @@ def beat_key(body: Mapping[str, Any]) -> str:
     told.append(f"o{body.get('offers', 0)}")
     for letter, name in (("n", "needs"), ("i", "idle_s")):
         told += [] if body.get(name) is None else [f"{letter}{int(body[name])}"]
+    told += [f"l{round(1000 * body['lease_s'])}"] if "lease_s" in body else []
     return f"members/{body['rank']:05d}/{body['generation']:08d}/{'.'.join(told)}.json"
 
 
@@ -109,7 +110,9 @@ def read_name(key: str) -> dict[str, Any] | None:
     if (found := _NAME.fullmatch(key)) is None:
         return None
     told = {name: said if name == "phase" else int(said) for name, said in found.groupdict().items() if said}
-    return told if found["counter"] is None else {"needs": None} | told
+    if "lease_ms" in told:
+        told["lease_s"] = told.pop("lease_ms") / 1000
+    return told if found["counter"] is None else {"needs": None, "beaten": True} | told
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #79593f46b
 def newest_beats(keys: Iterable[str]) -> dict[int, dict[str, Any]]:
@@ -156,10 +159,14 @@ def read_heartbeat(bucket: Bucket, rank: int, generation: int) -> dict[str, Any]
 
 def put_back(bucket: Bucket, rank: int, generation: int, round: int) -> None:
     "Say of a silent process that it stands at an earlier round. It seems no more alive for it."
-    told = newest_beats(bucket.list(f"members/{rank:05d}/{generation:08d}")).get(rank, {})
+    keys = bucket.list(f"members/{rank:05d}/{generation:08d}")
+    told = newest_beats(keys).get(rank, {})
     if "phase" in told:
-        bucket.put(beat_key(told | {"round": round}), b"")
-        bucket.delete(beat_key(told))
+        if told["round"] > round:
+            bucket.put(beat_key(told | {"round": round}), b"")
+        names = {key: said for key in keys if (said := read_name(key)) and "phase" in said}
+        twins = {key: said for key, said in names.items() if said["counter"] == told["counter"]}
+        bucket.delete(*(key for key, said in twins.items() if said["round"] > round))
     elif (body := read_claim(bucket, rank, generation)) is not None:
         bucket.put(heartbeat_key(rank, generation), json.dumps(body | {"round": round}).encode())
 
@@ -179,7 +186,7 @@ class Heartbeat:
     ) -> None:
         self.bucket, self.rank, self.lease_s, self.status, self.sleep = bucket, rank, lease_s, status, sleep
         self.generation, self.counter, self.nonce, self.before = -1, 0, uuid.uuid4().hex, -1
-        self._names: list[str] = []
+        self._names, self._lock = list[str](), threading.Lock()
 
     def take_rank(self, replace: bool) -> None:
         "Take the next generation of the rank. Raises DuplicateRank."
@@ -194,17 +201,19 @@ class Heartbeat:
 
     def claim(self, generation: int) -> bool:
         "Write the file of a generation; whether it was free."
-        body = json.dumps(self.told(generation) | {"nonce": self.nonce, "lease_s": self.lease_s})
+        body = json.dumps(self.told(generation) | {"nonce": self.nonce})
         return self.bucket.put_if_absent(heartbeat_key(self.rank, generation), body.encode())
 
     def beat(self) -> None:
-        self.counter += 1
-        self._names.append(name := beat_key(told := self.told(self.generation)))
-        self.bucket.put(name, b"")
-        drop_older(self.bucket, self._names, 1 if told["phase"] == "left" else KEPT)
+        with self._lock:
+            self.counter += 1
+            self._names.append(name := beat_key(told := self.told(self.generation)))
+            self.bucket.put(name, b"")
+            drop_older(self.bucket, self._names, 1 if told["phase"] == "left" else KEPT)
 
     def told(self, generation: int) -> dict[str, Any]:
-        return {"rank": self.rank, "generation": generation, "counter": self.counter} | self.status()
+        mine = {"rank": self.rank, "generation": generation, "counter": self.counter}
+        return mine | {"lease_s": self.lease_s} | self.status()
 
 # %% ../../nbs/scaling_out/17_membership.ipynb #b8bf2465
 KEPT = 4  # heartbeats that are there at least, once so many were written
@@ -213,17 +222,19 @@ KEPT = 4  # heartbeats that are there at least, once so many were written
 def drop_older(bucket: Bucket, names: list[str], kept: int) -> None:
     "Delete all but the last `kept` of these names, once there are twice as many."
     if len(names) >= 2 * kept:
-        bucket.delete(*names[:-kept])
-        del names[:-kept]
+        bucket.delete(*(old := names[:-kept]))
+        del names[: len(old)]
 
-
-def check_own(own: Heartbeat, generations: Mapping[int, int]) -> None:
+# %% ../../nbs/scaling_out/17_membership.ipynb #mem-own
+def check_own(own: Heartbeat, keys: Collection[str]) -> None:
     """Raises DuplicateRank when the rank has passed to a newer generation, RendezvousError when the run has
-    gone. The file of our own generation is written again where it alone has gone."""
+    gone. The file of our own generation is written again where it alone has gone. `keys` are a listing."""
     bucket, rank, generation = own.bucket, own.rank, own.generation
+    generations = {rank: told["generation"] for rank, told in newest_beats(keys).items()}
     if rank not in generations and not bucket.exists(heartbeat_key(rank, generation)):
         if not bucket.list("snapshots/") and not bucket.exists("run.json"):
             raise RendezvousError(RUN_GONE)
+    if heartbeat_key(rank, generation) not in keys and generations.get(rank, -1) <= generation:
         own.claim(generation)
     if (newest := generations.get(rank, -1)) > generation:
         raise DuplicateRank(f"rank {rank} was taken over by generation {newest} while this one "
@@ -276,7 +287,7 @@ def told_by(
     found = {}
     for rank, told in names.items():
         held, generation = before.get(rank, {}), told["generation"]
-        known = held.get("generation") == generation and (held["counter"] > 0 or held["phase"] == "left")
+        known = held.get("generation") == generation and "beaten" in held
         body = told if "phase" in told else held if known else read_claim(bucket, rank, generation)
         if body is not None:
             found[rank] = dict(body)
@@ -299,9 +310,9 @@ class Membership:
 
     def look(self) -> None:
         "One listing, and the file of who has not beaten yet. Raises as `check_own` does."
-        names = newest_beats(self.own.bucket.list("members/"))
-        check_own(self.own, {rank: told["generation"] for rank, told in names.items()})
-        bodies = told_by(self.own.bucket, names, self.bodies)
+        keys = self.own.bucket.list("members/")
+        check_own(self.own, keys)
+        bodies = told_by(self.own.bucket, newest_beats(keys), self.bodies)
         marks = {rank: (body["generation"], body["counter"]) for rank, body in bodies.items()}
         moves = {rank: (body["generation"], *position(body)) for rank, body in bodies.items()}
         with self._lock:
@@ -358,7 +369,7 @@ class HeartbeatThread:
             self.membership.look()
             if beat:
                 self.membership.own.beat()
-            self.down = None
+                self.down = None
         except BucketError as error:
             self.down = (self.down[0] if self.down else self.membership.clock(), error)
         except Exception as error:

@@ -203,7 +203,7 @@ class Seen:
         names = newest_beats(self.bucket.list("members/"))
         for rank, body in told_by(self.bucket, names, self.bodies).items():
             key = heartbeat_key(rank, body["generation"])
-            if key not in self.files:
+            if not self.files.get(key):
                 with suppress(KeyNotFound):
                     self.files[key] = json_mapping(self.bucket.get(key))
             self.bodies[rank] = self.files.get(key, {}) | body

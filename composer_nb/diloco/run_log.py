@@ -496,7 +496,8 @@ def _references(log: RunLog, round: int, keys: Collection[str]) -> set[str]:
 
 def _older_generations(keys: list[str]) -> list[str]:
     """What all but the newest generation of each rank left. A foreign key beside it makes none old."""
-    parts = {key: re.fullmatch(r"members/(\d+)/(\d+)(?:\.json|/.*\.json)", key) for key in keys}
+    form = re.compile(r"members/(\d+)/(\d+)(?:\.json|/\d+\.[a-z]+\.r[^/]+\.json)")
+    parts = {key: form.fullmatch(key) for key in keys}
     found = {key: (part[1], int(part[2])) for key, part in parts.items() if part}
     newest: dict[str, int] = {}
     for rank, generation in found.values():

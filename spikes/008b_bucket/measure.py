@@ -38,8 +38,10 @@ class Slow:
         self.store, self.mbit, self.latency_s = store, mbit, latency_s
 
     def __getattr__(self, name: str):
+        call = getattr(self.store, name)
+
         def asked(*arguments):
-            answer = getattr(self.store, name)(*arguments)
+            answer = call(*arguments)
             moved = [part for part in (*arguments, answer) if isinstance(part, bytes)]
             wait = self.latency_s + (8e-6 * sum(map(len, moved)) / self.mbit if self.mbit else 0.0)
             if wait:
@@ -208,6 +210,7 @@ def crowd(spec: dict) -> dict:
         time.sleep(0.25)
         for replica in crew:
             replica.sync.check()
+            assert replica.rendezvous.thread.down is None, replica.rendezvous.thread.down
             rows = replica.rendezvous.members()
             assert len(rows) == n
             dead |= {(replica.rendezvous.rank, row.rank) for row in rows if not row.alive}
