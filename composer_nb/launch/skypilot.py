@@ -112,7 +112,7 @@ def sky_tasks(
     resources["job_recovery"] = {"max_restarts_on_errors": options.restarts}
     workdir = os.path.abspath(os.path.expanduser(options.workdir)) if options.workdir else ""
     if workdir and ("$" in workdir or not os.path.isdir(workdir)):
-        raise ValueError(f"workdir={options.workdir!r}: pass a folder that is there, with no dollar sign in its path")
+        raise ValueError(f"workdir={options.workdir!r}: pass one that is there, no dollar sign in its path")
     more = {"workdir": workdir, "setup": options.setup}
     return [
         {
