@@ -31,7 +31,7 @@ from composer_nb.diloco import upkeep
 from composer_nb.diloco.command import changes, describe, headline
 from composer_nb.diloco.drift import DriftRow, drift, drift_of, split_walks
 from composer_nb.diloco.export import state_at
-from composer_nb.diloco.membership import DuplicateRank, heartbeat_key
+from composer_nb.diloco.membership import DuplicateRank, claim_key
 from composer_nb.diloco.outer_loop import OuterLoop, make_diloco_outer_loop
 from composer_nb.diloco.overview import Lookout, RunView, open_log
 from composer_nb.diloco.records import RendezvousError
@@ -283,7 +283,7 @@ def test_who_has_offered_and_waits_is_not_stalled(world):
 def test_a_replica_that_never_counts_as_stalled_says_so_in_json(world):
     (seat,) = [world.enter(0, stall_s=float("inf"))]
     world.round(seat)
-    told = world.bucket.under("run").get(heartbeat_key(0, seat.heartbeat.generation)).decode()
+    told = world.bucket.under("run").get(claim_key(0, seat.heartbeat.generation)).decode()
     assert "Infinity" not in told and json.loads(told)["stall_s"] is None
     world.sleep(10 * LEASE)
     assert not settled(world).members[0].stalled
@@ -292,7 +292,7 @@ def test_a_replica_that_never_counts_as_stalled_says_so_in_json(world):
 def test_a_heartbeat_of_an_older_release_is_no_stalled_one(world):
     (seat,) = [world.enter(0)]
     world.round(seat)
-    key = heartbeat_key(0, seat.heartbeat.generation)
+    key = claim_key(0, seat.heartbeat.generation)
     bucket = world.bucket.under("run")
     told = json.loads(bucket.get(key))
     old = {name: value for name, value in told.items() if name not in ("idle_s", "stall_s")}

@@ -15,7 +15,7 @@ from test_rendezvous import LEASE, SPEC, START, World, delta, offer, same
 
 from composer_nb.diloco.compression import compress
 from composer_nb.diloco.history import verified_state
-from composer_nb.diloco.membership import DuplicateRank, heartbeat_key, newest_generations
+from composer_nb.diloco.membership import DuplicateRank, claim_key, newest_generations
 from composer_nb.diloco.participant import may_roll_back, roll_back
 from composer_nb.diloco.records import Record, RendezvousError, RunConfig, decode_record
 from composer_nb.diloco.rendezvous import Rendezvous
@@ -394,7 +394,7 @@ def test_a_heartbeat_alone_is_written_again_and_a_run_that_has_gone_is_told(worl
         one.bucket.delete(key)
     world.look()
     assert newest_generations(one.bucket) == {0: 0, 1: 0}
-    assert {heartbeat_key(0, 0), heartbeat_key(1, 0)} <= set(one.bucket.list("members/"))
+    assert {claim_key(0, 0), claim_key(1, 0)} <= set(one.bucket.list("members/"))
     world.look()
     assert [member.alive for member in two.members()] == [True, True]
     for key in one.bucket.list():

@@ -16,7 +16,7 @@ from composer_nb.diloco.membership import (
     Member,
     Membership,
     beat_key,
-    heartbeat_key,
+    claim_key,
     newest_beats,
     put_back,
     read_heartbeat,
@@ -26,6 +26,7 @@ from composer_nb.diloco.run_log import _older_generations
 from composer_nb.diloco.store import Bucket, BucketReadOnly, check_key, open_bucket
 from composer_nb.diloco.store.folder import MemoryStore
 from composer_nb.diloco.sync_thread import pause_s, worth_asking
+from composer_nb.drills.slow_store import SlowStore
 
 LEASE = 4.0
 counts = st.integers(0, 10**9)
@@ -45,7 +46,7 @@ def test_a_name_says_all(body):
     found = read_name(key)
     said = {name: value for name, value in body.items() if name == "needs" or value is not None}
     assert found == said | {"beaten": True}
-    assert read_name(heartbeat_key(body["rank"], body["generation"])).keys() == {"rank", "generation"}
+    assert read_name(claim_key(body["rank"], body["generation"])).keys() == {"rank", "generation"}
 
 
 @pytest.mark.parametrize(
@@ -172,9 +173,9 @@ def test_half_a_putting_back_is_finished_by_the_next(bucket, monkeypatch):
 
 def test_the_file_of_a_generation_is_written_again(bucket):
     one, _ = seats(bucket, 2)
-    bucket.delete(heartbeat_key(0, 0))
+    bucket.delete(claim_key(0, 0))
     one.look()
-    assert bucket.exists(heartbeat_key(0, 0))
+    assert bucket.exists(claim_key(0, 0))
 
 
 def test_a_store_that_refuses_to_delete_is_told(bucket, monkeypatch):
@@ -235,23 +236,7 @@ def test_names_of_old_generations_are_old(bucket):
     bucket.put("members/00000/00000009/note.json", b"mine")
     old = _older_generations(bucket.list("members/"))
     beat = beat_key(status() | {"rank": 1, "generation": 0, "counter": 1, "lease_s": LEASE})
-    assert set(old) == {heartbeat_key(1, 0), beat}
-
-
-class Far:
-    """A store that answers after a while."""
-
-    def __init__(self, store, latency_s: float) -> None:
-        self.store, self.latency_s = store, latency_s
-
-    def __getattr__(self, name):
-        call = getattr(self.store, name)
-
-        def asked(*arguments):
-            time.sleep(self.latency_s)
-            return call(*arguments)
-
-        return asked
+    assert set(old) == {claim_key(1, 0), beat}
 
 
 def test_nobody_dies_of_a_slow_store():
@@ -260,7 +245,7 @@ def test_nobody_dies_of_a_slow_store():
     lease_s, name, dead = 2.4, uuid.uuid4().hex, set()
     threads, stop = [], threading.Event()
     for rank in range(16):
-        bucket = Bucket(Far(MemoryStore(name), lease_s / 12), "far")
+        bucket = Bucket(SlowStore(MemoryStore(name), latency_s=lease_s / 12), "far")
         own = Membership(Heartbeat(bucket, rank, lease_s, status, time.sleep), time.monotonic)
         threads.append(HeartbeatThread(own, timeout_s=60.0))
     entering = [threading.Thread(target=thread.membership.enter, args=(False,)) for thread in threads]
@@ -278,6 +263,8 @@ def test_nobody_dies_of_a_slow_store():
     for thread in threads:
         thread.stop()
         thread.check()
+    most = [len(bucket.list(f"members/{rank:05d}/")) for rank in range(16)]
+    assert max(most) <= 2 * KEPT  # a generation's file, and names of which some were dropped on the way
     assert not dead and all(len(thread.membership.members()) == 16 for thread in threads)
 
 

@@ -22,7 +22,7 @@ from .run_log import RUN_GONE, json_mapping
 from .store import Bucket, BucketError, KeyNotFound
 
 # %% auto #0
-__all__ = ['Status', 'KEPT', 'Watch', 'DuplicateRank', 'Member', 'heartbeat_key', 'beat_key', 'read_name', 'newest_beats',
+__all__ = ['Status', 'KEPT', 'Watch', 'DuplicateRank', 'Member', 'claim_key', 'beat_key', 'read_name', 'newest_beats',
            'newest_generations', 'position', 'read_claim', 'read_heartbeat', 'put_back', 'round_of', 'Heartbeat',
            'drop_older', 'check_own', 'outlive', 'member_row', 'tell_stalled', 'told_by', 'Membership', 'standing_of',
            'HeartbeatThread']
@@ -90,8 +90,8 @@ _NAME = re.compile(
 )
 
 
-def heartbeat_key(rank: int, generation: int) -> str:
-    "The file by which a process takes a generation of its rank. It says what does not change."
+def claim_key(rank: int, generation: int) -> str:
+    "The file by which a process takes a generation of its rank, written once."
     return f"members/{rank:05d}/{generation:08d}.json"
 
 
@@ -143,7 +143,7 @@ def read_claim(bucket: Bucket, rank: int, generation: int) -> dict[str, Any] | N
     """What the file of a generation says. None where it was swept just now (there is a newer one), or makes
     no sense: that is no sign of life."""
     try:
-        found = json_mapping(bucket.get(heartbeat_key(rank, generation)))
+        found = json_mapping(bucket.get(claim_key(rank, generation)))
     except KeyNotFound:
         return None
     plain = all(type(found.get(name)) is int for name in ("generation", "counter", "round", "step"))
@@ -168,7 +168,7 @@ def put_back(bucket: Bucket, rank: int, generation: int, round: int) -> None:
         twins = {key: said for key, said in names.items() if said["counter"] == told["counter"]}
         bucket.delete(*(key for key, said in twins.items() if said["round"] > round))
     elif (body := read_claim(bucket, rank, generation)) is not None:
-        bucket.put(heartbeat_key(rank, generation), json.dumps(body | {"round": round}).encode())
+        bucket.put(claim_key(rank, generation), json.dumps(body | {"round": round}).encode())
 
 
 def round_of(bucket: Bucket, rank: int, generation: int | None) -> int:
@@ -202,7 +202,7 @@ class Heartbeat:
     def claim(self, generation: int) -> bool:
         "Write the file of a generation; whether it was free."
         body = json.dumps(self.told(generation) | {"nonce": self.nonce})
-        return self.bucket.put_if_absent(heartbeat_key(self.rank, generation), body.encode())
+        return self.bucket.put_if_absent(claim_key(self.rank, generation), body.encode())
 
     def beat(self) -> None:
         with self._lock:
@@ -231,10 +231,10 @@ def check_own(own: Heartbeat, keys: Collection[str]) -> None:
     gone. The file of our own generation is written again where it alone has gone. `keys` are a listing."""
     bucket, rank, generation = own.bucket, own.rank, own.generation
     generations = {rank: told["generation"] for rank, told in newest_beats(keys).items()}
-    if rank not in generations and not bucket.exists(heartbeat_key(rank, generation)):
+    if rank not in generations and not bucket.exists(claim_key(rank, generation)):
         if not bucket.list("snapshots/") and not bucket.exists("run.json"):
             raise RendezvousError(RUN_GONE)
-    if heartbeat_key(rank, generation) not in keys and generations.get(rank, -1) <= generation:
+    if claim_key(rank, generation) not in keys and generations.get(rank, -1) <= generation:
         own.claim(generation)
     if (newest := generations.get(rank, -1)) > generation:
         raise DuplicateRank(f"rank {rank} was taken over by generation {newest} while this one "

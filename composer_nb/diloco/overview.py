@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .membership import Watch, beat_key, heartbeat_key, newest_beats, told_by
+from .membership import Watch, beat_key, claim_key, newest_beats, told_by
 from .outer import OuterConfig
 from .payload import PayloadRef, Spec
 from .records import Record, RendezvousError, RunConfig, compare_terms, terms_of
@@ -202,7 +202,7 @@ class Seen:
         "One listing, and the files of generations that are new."
         names = newest_beats(self.bucket.list("members/"))
         for rank, body in told_by(self.bucket, names, self.bodies).items():
-            key = heartbeat_key(rank, body["generation"])
+            key = claim_key(rank, body["generation"])
             if not self.files.get(key):
                 with suppress(KeyNotFound):
                     self.files[key] = json_mapping(self.bucket.get(key))
@@ -347,7 +347,7 @@ def member_rows(
                 shown = json_mapping(beats.bucket.get(key))
         numbers = {name: shown.get(name) for name in ("loss", "bytes_up", "bytes_down")}
         told = {name: n for name, n in numbers.items() if isinstance(n, int | float) and math.isfinite(n)}
-        entry = entries.get(beat_key(body)) or entries.get(heartbeat_key(rank, body["generation"]))
+        entry = entries.get(beat_key(body)) or entries.get(claim_key(rank, body["generation"]))
         plain = {name: body[name] for name in names}
         for name in ("idle_s", "stall_s"):  # not said by replicas of an older release
             plain[name] = body[name] if isinstance(body.get(name), int | float) else None

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .export import state_at
-from .membership import Member, heartbeat_key, newest_generations, read_heartbeat
+from .membership import Member, claim_key, newest_generations, read_heartbeat
 from .overview import MemberRow, RunView, open_log
 from .participant import rewind
 from .records import RendezvousError, State
@@ -129,7 +129,7 @@ def fence(bucket: Bucket, view: RunView, round: int) -> list[MemberRow]:
             row = replace(row, generation=row.generation + 1, phase="left", state="left", round=round)
             body = {"rank": row.rank, "generation": row.generation, "nonce": uuid.uuid4().hex, "counter": 0}
             body |= {"round": round, "step": row.step, "phase": "left", "needs": None}
-            if not bucket.put_if_absent(heartbeat_key(row.rank, row.generation), json.dumps(body).encode()):
+            if not bucket.put_if_absent(claim_key(row.rank, row.generation), json.dumps(body).encode()):
                 said = f"rank {row.rank} came in since the run was looked at"
                 raise RendezvousError(f"{said}: stop all replicas, wait for a lease, and try again")
         members.append(row)

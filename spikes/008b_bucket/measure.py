@@ -29,33 +29,7 @@ from composer_nb.diloco.replica import LoopConfig, Replica
 from composer_nb.diloco.store import Bucket, open_bucket
 from composer_nb.diloco.store.folder import MemoryStore
 from composer_nb.diloco.sync_thread import Contribution, offer_contribution
-
-
-class Slow:
-    """A store behind a link of `mbit` megabits a second each way, which answers after `latency_s`; 0 is no wait."""
-
-    def __init__(self, store, mbit: float = 0.0, latency_s: float = 0.0) -> None:
-        self.store, self.mbit, self.latency_s = store, mbit, latency_s
-
-    def __getattr__(self, name: str):
-        call = getattr(self.store, name)
-
-        def asked(*arguments):
-            answer = call(*arguments)
-            moved = [part for part in (*arguments, answer) if isinstance(part, bytes)]
-            wait = self.latency_s + (8e-6 * sum(map(len, moved)) / self.mbit if self.mbit else 0.0)
-            if wait:
-                time.sleep(wait)
-            return answer
-
-        return asked
-
-
-def linked(uri: str, **link: float) -> Bucket:
-    bucket = open_bucket(uri)
-    bucket._store = Slow(bucket._store, **link)
-    return bucket
-
+from composer_nb.drills.slow_store import SlowStore
 
 # --- one round -----------------------------------------------------------------------------------------------
 
@@ -132,7 +106,7 @@ def sync(spec: dict) -> dict:
     table = Table(spec)
     one_round(table, 1)
     for seat in table.seats[:2]:
-        seat.bucket._store = Slow(seat.bucket._store, spec.get("mbit", 0.0))
+        seat.bucket._store = SlowStore(seat.bucket._store, mbit=spec.get("mbit", 0.0))
     found = one_round(table, 2)
     n, size = spec["n"], sum(value.numel() for value in table.params.values())
     ring = 2 * 2 * (n - 1) / n * 4 * size  # up and down, bytes of one gradient in fp32
@@ -156,7 +130,8 @@ def stall(spec: dict) -> dict:
     while time.perf_counter() - start < spec["work_s"]:
         square @ square
         repeats += 1
-    bucket = linked(spec["uri"], mbit=spec["mbit"])
+    bucket = open_bucket(spec["uri"])
+    bucket._store = SlowStore(bucket._store, mbit=spec["mbit"])
     terms = RunConfig(compression="int8", outer=OuterConfig(lr=0.7, momentum=0.6))
     place = Rendezvous(bucket, 0, run_id="stall", spec=global_spec(params), config=terms, lease_s=10.0)
     replica, rows = Replica(params, place, LoopConfig(sync_every=spec["sync_every"])), []
@@ -192,7 +167,7 @@ def crowd(spec: dict) -> dict:
     crew: list = [None] * n
 
     def enter(rank: int) -> None:
-        bucket = Bucket(Slow(MemoryStore(name), latency_s=spec["latency_s"]), "far")
+        bucket = Bucket(SlowStore(MemoryStore(name), latency_s=spec["latency_s"]), "far")
         params = {"w": nn.Parameter(torch.zeros(8))}
         options = {"run_id": "crowd", "spec": global_spec(params), "lease_s": lease_s, "expected": n}
         crew[rank] = Replica(params, Rendezvous(bucket, rank, **options), LoopConfig(sync_every=10**6))
