@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -245,6 +246,8 @@ def run_cells(
     from composer_nb.launch.ladder import run_plan
 
     try:
+        if gpu and not re.fullmatch(r"\d+(,\d+)*", gpu):
+            raise ValueError(f"--gpu {gpu}: numbers of GPUs with commas between, such as 0,1")
         gpus = [int(number) for number in gpu.split(",") if number]
         failed = run_plan(plan, work=work, jobs=jobs, gpus=gpus)
     except (OSError, ValueError) as error:
@@ -273,7 +276,7 @@ app.add_typer(environments, name="env")
 
 
 @environments.command("make")
-def make_env(name: Annotated[str, typer.Argument(help="verl, monarch, vllm, prime_rl")]) -> None:
+def make_env(name: Annotated[str, typer.Argument(help="verl, monarch, vllm, skypilot, prime_rl")]) -> None:
     "Make an environment in the user cache, once; say its size and how long it took."
     from composer_nb.adapters.environments import EnvironmentMissing, cost_of, make_environment
 

@@ -210,7 +210,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is outside 0..{self.world_size - 1}")
+            rule = f"pass a rank below world_size={self.world_size}"
+            raise ValueError(f"rank={self.rank} is outside 0..{self.world_size - 1}: {rule}")
 
     def to_dict(self) -> dict[str, Any]:
         "Plain values for JSON."

@@ -76,6 +76,9 @@ def read_ladder(path: str | os.PathLike[str]) -> Ladder:
     known = tuple(Ladder.__dataclass_fields__)
     if not isinstance(found, dict) or not {"spike", "arms", "seeds"} <= set(found):
         raise ValueError(f"{path} is no plan: it holds spike, arms and seeds (and settings, start)")
+    for name in ("arms", "seeds"):
+        if not isinstance(found[name], list):
+            raise ValueError(f"{path}: {name}={found[name]!r} is no list; write {name}: [{found[name]}]")
     if unknown := set(found) - set(known):
         raise ValueError(f"{path} holds {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     return Ladder(

@@ -163,7 +163,8 @@ def prepare_life(
         made = place.prepare(lives.task, lives.launch, rank, lives.world_size, lives.incarnation)
     except FileExistsError:
         said = f"rank {rank} of launch {lives.launch!r} is being begun by another launcher"
-        raise QueueError(f"{said} (incarnation {lives.incarnation}): find_handles shows it") from None
+        rule = f"(incarnation {lives.incarnation}): wait until find_handles has it"
+        raise QueueError(f"{said} {rule}") from None
     except BaseException:
         prepared[rank] = []  # its folder may be there
         raise
@@ -303,7 +304,7 @@ def refuse_half_begun(lives: Sequence[Life], submitter: Submitter) -> None:
         wait_s = handing_s(submitter.queue) - submitter.place.age_s(life.files)
         if life.status == "running" and not life.process.handed and wait_s > 0:
             said = f"rank {life.handle.rank} of launch {life.handle.launch!r} is being begun"
-            raise QueueError(f"{said} by another launcher: try again in {wait_s:.0f} s, or see find_handles")
+            raise QueueError(f"{said} by another launcher: try again in {wait_s:.0f} s")
 
 
 def end_for_good(lives: Sequence[Life], supervisor: QueueSupervisor) -> None:
@@ -322,7 +323,7 @@ def take_back(half: Submission, age_s: float, queue: SubmittingQueue, place: Wat
     files = place.files(half.launch, half.ranks[0], half.incarnation)
     if (wait_s := handing_s(queue) - age_s) > 0 and not (files / "over").exists():
         said = f"rank {half.ranks[0]} of launch {half.launch!r} is being begun by another launcher"
-        raise QueueError(f"{said}: try again in {wait_s:.0f} s, or see find_handles")
+        raise QueueError(f"{said}: try again in {wait_s:.0f} s")
     (files / "over").touch(mode=0o600)  # if it has not begun, it begins nothing
     place.exchange(files)
     queue.withdraw(half)
@@ -415,7 +416,8 @@ class LaunchingExecutor(AttachingExecutor):
         gpu: int | float | str | None = None, timeout: float | None = None,
     ) -> list[ReplicaHandle]:
         """Submits ranks 0..n-1 of one program; if one is refused, none stays. `gpu`: how many for each, as
-        the queue's `options.gpus`, and in its place; `timeout`: seconds for each, from its beginning."""
+        the queue's `options.gpus`, and in its place (rented machines have their own); `timeout`: seconds for
+        each, from its beginning."""
         task = self._launcher.task(entrypoint, entrypoint_args, gpu, timeout)
         return self._launcher.launch(n_replicas, task)
 

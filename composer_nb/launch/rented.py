@@ -96,7 +96,7 @@ class RentedQueue:
 
     def check_gpus(self, gpus: Any) -> None:
         if gpus is not None:
-            rule = "the kind of machine says which GPUs a replica has; leave it out"
+            rule = "a rented replica has its machine's GPUs: name the machine in the options, leave this out"
             raise ValueError(f"gpu={gpus!r}: {rule}")
 
 # %% ../../nbs/launching/11_rented.ipynb #re000008c
