@@ -232,8 +232,8 @@ class ObjectStoreManager(Batching):
     `ObjectStoreAllReduce`.
 
     `max_retries` is how many rounds in a row may be given up before `should_commit` raises RoundGivenUp
-    (None: any number). All replicas begin with the same parameters: nothing is healed here. Gradients are
-    quantised (`should_quantize`) to int8 in blocks.
+    (None: any number). All replicas begin with the same parameters: nothing is healed here. What is
+    averaged is sent in int8 blocks where the loop asks for it (`should_quantize`).
     """
 
     _use_async_quorum = False

@@ -263,9 +263,9 @@ def outer_step(
 
     `pseudo_grad` is start minus end. `scale` multiplies it before it enters any buffer, see `age_weight`.
     With `rounding="fused"` bit-equal to `torch.optim.SGD` and `torch.optim.Adam` on the CPU it runs on; with
-    `"each"` every operation is rounded once, which gives the same bits on every CPU. Raises ValueError for
-    16-bit parameters, NaN or infinity, other names or shapes, and for a state that belongs to another method
-    or fragment. Source: DiLoCo (2311.08105); Delayed Nesterov (2401.09135).
+    `"each"` every tensor operation is rounded once, so that the bits do not depend on fused instructions.
+    Raises ValueError for 16-bit parameters, NaN or infinity, other names or shapes, and for a state that
+    belongs to another method or fragment. Source: DiLoCo (2311.08105); Delayed Nesterov (2401.09135).
     """
     _check_step(params, pseudo_grad, state, config, scale)
     if rounding not in ("fused", "each"):

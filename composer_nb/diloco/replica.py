@@ -31,8 +31,11 @@ __all__ = ['LoopConfig', 'Exchange', 'take_applied', 'send_due', 'wait_for_round
 class LoopConfig:
     """How one replica behaves; replicas may differ in it. Raises ValueError outside the ranges.
 
-    `sync_every` inner steps bring every fragment up once. `alpha` and `keep_progress` as in `apply_delayed`.
-    `wait_s`: the longest wait for a round in blocking mode and at the end, and for others who do not move.
+    `sync_every` inner steps bring every fragment up once. `blocking`: wait for each round in
+    `step`. `alpha` and `keep_progress` as in `apply_delayed`. `wait_s`: seconds, the longest wait for a round
+    in blocking mode and at the end, and for others who do not move. `poll_s`: seconds between two looks at an
+    open round (None: a fortieth of a lease, a quarter of a second at most); a long wait is asked after up to
+    four times more slowly.
     `final`: after the last round `follow` the others to their end, or `leave` at once. `live` shows a `bar`
     (tqdm) or a `table` (in a notebook) after each round. `compression_options` go to `compress`.
     """
@@ -78,6 +81,7 @@ class Exchange:
             self.config.compression_options,
         )
         self.sync = SyncThread(rendezvous, poll_s=poll_s, compression_options=options)
+        self.sync.health.watched = self.config.live == "table"
         self.steps, self.since_sent, self.begun, self.resumed = 0, 0, time.monotonic(), -1
         self.events, self.on_jump = [], lambda step: None
         self.under_way: Contribution | None = None
@@ -133,7 +137,7 @@ def wait_for_round(own: Exchange) -> None:
 
 # %% ../../nbs/scaling_out/24_replica.ipynb #0b6adcd3
 def take_over(own: Exchange, applied: AppliedRound) -> None:
-    "The four cases of the table above, for one applied round."
+    "Bring one applied round into the parameters, by `LocalModel`'s `settle`, `keep_all` or `merge`."
     part = own.under_way if own.under_way is not None and own.under_way.round <= applied.state.round else None
     own.under_way = None if part is not None else own.under_way
     if (record := applied.record) is None:
@@ -210,8 +214,11 @@ class Replica(Exchange):
         save_local(folder, self.local, self.rendezvous.rank, self.since_sent)
 
     def table(self) -> list[dict[str, Any]]:
-        "One row per replica: rank, alive, round, lag in rounds, step, loss, bytes up and down."
+        """One row per replica: rank, alive, round, lag in rounds, step, loss, bytes up and down. Loss and
+        bytes of the others are read from the store, unless a live table reads them after each round."""
         members = self.rendezvous.members()
+        if not self.sync.health.watched:
+            self.sync.health.read()
         newest = max((member.round for member in members), default=0)
         return [table_row(self, member, newest) for member in members]
 

@@ -99,10 +99,10 @@ def take_next_round(rendezvous: Rendezvous) -> AppliedRound | None:
 
 # %% ../../nbs/scaling_out/22_sync_thread.ipynb #71645e67
 class HealthTable:
-    "Loss and bytes of this replica, shown to the others, and theirs. `rows` is by rank."
+    "Loss and bytes of this replica, shown to the others, and theirs where `watched`. `rows` is by rank."
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous, self.loss = rendezvous, math.nan
+        self.rendezvous, self.loss, self.watched = rendezvous, math.nan, False
         self.rows: dict[int, dict[str, Any]] = {}
 
     def own(self) -> dict[str, Any]:
@@ -110,15 +110,22 @@ class HealthTable:
         return {"loss": self.loss, "bytes_up": bucket.bytes_up, "bytes_down": bucket.bytes_down}
 
     def share(self) -> None:
-        "Write ours and read theirs."
+        "Write ours; read theirs where they are watched."
         bucket, mine = self.rendezvous.bucket, self.own()
         mine["loss"] = self.loss if math.isfinite(self.loss) else None
         with suppress(BucketError, KeyNotFound, ValueError):
             bucket.put(f"health/{self.rendezvous.rank:05d}.json", json.dumps(mine).encode())
-            for key in bucket.list("health/"):
-                with suppress(KeyNotFound, ValueError):
-                    rank = int(key[len("health/") : -len(".json")])
-                    self.rows[rank] = json.loads(bucket.get(key))
+        if self.watched:
+            self.read()
+
+    def read(self) -> None:
+        "Theirs, a request for each; once only for those that are gone."
+        for member in self.rendezvous.members():
+            if member.rank != self.rendezvous.rank and (member.alive or member.rank not in self.rows):
+                with suppress(BucketError, KeyNotFound, ValueError):
+                    self.rows[member.rank] = json.loads(
+                        self.rendezvous.bucket.get(f"health/{member.rank:05d}.json")
+                    )
 
 # %% ../../nbs/scaling_out/22_sync_thread.ipynb #ae884eb7
 class SyncThread:

@@ -254,8 +254,8 @@ class Bucket(WritableBucket):
     """Bytes under keys, shared by replicas. Make one with `open_bucket`. Safe to share between threads.
 
     `bytes_up`, `bytes_down` count contents moved by calls that succeeded; `requests` counts operations asked
-    of the store, repeats included. Every method raises BucketError or one of its kinds; `get` and `size`
-    raise KeyNotFound.
+    of the store, repeats included. Every method raises BucketError or one of its kinds; `get`, `size`
+    and `move` raise KeyNotFound.
     """
 
     def under(self, prefix: str) -> Bucket:
