@@ -320,7 +320,7 @@ _EXAMPLES = (
 def build_batch(
     tokenizer: PreTrainedTokenizerBase, device: str | torch.device = "cpu", *, padding_side: str = "right"
 ) -> ComposerBatch:
-    "A fixed batch with every field: three rollouts, two of them hinted, and two oracle pairs."
+    "A fixed batch for all three channels: three rollouts, two of them hinted, and two oracle pairs."
     rollouts, pairs = [], []
     for number, (request, tool, said, wanted) in enumerate(_EXAMPLES):
         context = [{"role": "user", "content": f"{request} Answer with one call. Tool: {tool}"}]

@@ -209,7 +209,8 @@ def _warning(name: str, values: Sequence[float]) -> str:
     "The sentence about one series, or nothing."
     if len(values) < WINDOW:
         return ""
-    now, start = _mean(values[-WINDOW:]), _mean(values[:WINDOW])
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    now, start = _mean(values[-WINDOW:]), _mean(finite[:WINDOW])
     if math.isnan(now):
         return f"{name}: none of the last {WINDOW} values is a finite number"
     last = f"{name} is {now:.3g} over the last {WINDOW} values"

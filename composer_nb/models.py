@@ -110,18 +110,22 @@ def load_model(
     """Model (in eval mode, on `device`) and tokenizer from a local folder, `"smollm2-135m"`, or a hub id.
 
     Extra keywords reach `from_pretrained`. Raises OSError naming what is missing and the remedy: an unknown
-    folder, a hub id that is neither cached nor reachable, a tokenizer without chat template.
+    folder, a hub id that is neither cached nor reachable, a tokenizer without chat template; and with
+    transformers' words where a model is there and cannot be loaded so.
     """
     source = str(prepare_smollm2()) if str(name_or_path) == BUNDLED else str(name_or_path)
-    try:
-        if not Path(source).is_dir():
+    if not Path(source).is_dir():
+        try:
             _ask_hub(source)
+        except Exception as error:
+            raise OSError(_remedy(source, error)) from error
+    try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
-    except (
-        Exception
-    ) as error:  # transformers raises a dozen kinds here; each becomes one that says what to do
-        raise OSError(_remedy(str(name_or_path), error)) from error
+    except Exception as error:  # transformers raises a dozen kinds here
+        what = "the folder " * Path(str(name_or_path)).is_dir() + repr(str(name_or_path))
+        said = f"{what} does not hold a loadable model: {type(error).__name__}: {error}"
+        raise OSError(said) from error
     if tokenizer.chat_template is None:
         raise OSError(
             f"the tokenizer of {name_or_path!r} has no chat template, and hints are placed through it: "
@@ -142,9 +146,7 @@ def _ask_hub(name: str) -> None:
 
 # %% ../nbs/kernels/08_models.ipynb #78714b1e
 def _remedy(name: str, error: Exception) -> str:
-    "What is missing, and what the reader can do about it."
-    if Path(name).is_dir():
-        return f"the folder {name!r} does not hold a loadable model: {error}"
+    "What is missing where no hub has it, and what the reader can do about it."
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local:
         known = f"an existing folder, {BUNDLED!r}, or a hub id such as 'owner/model'"
@@ -211,8 +213,8 @@ def complete_ids(
 # %% ../nbs/kernels/08_models.ipynb #c019-d9439a
 @torch.no_grad()
 def fingerprint(model: torch.nn.Module) -> str:
-    """Sixteen hex digits that change when any parameter does (fp64 sums of each tensor and of its square,
-    hashed).
+    """Sixteen hex digits that tell models apart: fp64 sums of each parameter and of its square, to 13 digits,
+    hashed. Blind to a reordering inside a tensor, to changes below those digits, and to buffers.
     """
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):

@@ -153,8 +153,12 @@ def kl_shaped_rewards(
     """
     if not 0 <= coef < math.inf:
         raise ValueError(f"coef is {coef}; it must be finite and not negative")
+    if not logprobs.shape == ref_logprobs.shape == mask.shape:
+        shapes = [tuple(one.shape) for one in (logprobs, ref_logprobs, mask)]
+        raise ValueError(f"logprobs, ref_logprobs and mask must have one shape (B, T), got {shapes}")
     keep = mask.bool()
-    estimate = kl_estimate(logprobs.masked_fill(~keep, 0.0), ref_logprobs.masked_fill(~keep, 0.0), kind)
+    ours, theirs = (widen(one).masked_fill(~keep, 0.0) for one in (logprobs, ref_logprobs))
+    estimate = kl_estimate(ours, theirs, kind)
     if rewards.shape != estimate.shape[:1]:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} need one entry for each of the {len(estimate)} answers"
@@ -241,8 +245,10 @@ def policy_loss(
 def policy_denominator(mask: Tensor, kind: PolicyKind) -> Tensor:
     """What `kind` divides by, counted on `mask`: scored tokens, or sequences.
 
-    Sum it over the micro-batches of a step.
+    Sum it over the micro-batches of a step. Raises ValueError for an unknown kind.
     """
+    if kind not in _REDUCTIONS:
+        raise ValueError(f"unknown policy kind {kind!r}; known: {', '.join(_REDUCTIONS)}")
     return (
         mask.bool().sum()
         if _REDUCTIONS[kind] == "token-mean"
@@ -417,11 +423,13 @@ def length_penalty(x: Float[Tensor, "..."] | float, *, k: float, q: float) -> Fl
     """Composer 2's concave effort penalty `((1+kx)^(1-q) - 1) / (k(1-q))`, and its limit `log(1+kx)/k` at q =
     1.
 
-    Exact near q = 1; slope `(1+kx)^-q`. Raises ValueError for `k <= 0` or negative or NaN effort. Source:
-    Composer 2 report, arXiv 2603.24477.
+    Exact near q = 1; slope `(1+kx)^-q`. Raises ValueError for `k <= 0`, `q < 0`, and negative or NaN
+    effort. Source: Composer 2 report, arXiv 2603.24477.
     """
     if not k > 0:
         raise ValueError(f"k is {k}; it must be positive (for a straight line use q=0)")
+    if not 0 <= q < math.inf:
+        raise ValueError(f"q is {q}; below 0 the penalty is not concave: pass 0 or more")
     x = widen(torch.as_tensor(x))
     if not (x >= 0).all():
         raise ValueError(

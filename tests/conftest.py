@@ -13,11 +13,16 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parent
 PARITY = TESTS / "parity"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter; read when triton is imported
+
+
+settings.register_profile("book", deadline=None)  # a busy core is no fault of an example
+settings.load_profile("book")
 
 
 def in_parity(path: Path) -> bool:

@@ -140,6 +140,7 @@ def test_the_teacher_reads_the_students_context_and_the_hint_and_nothing_else():
     conversations, all_turns = sampled_conversations()
     template = tokenizer.chat_template
     several = [i for i in range(N) if len(all_turns[i]) > 1]
+    assert several
     for i in several:
         site = len(all_turns[i]) - 1
         rollout = rollout_under(tokenizer, template, conversations[i], all_turns[i], site)

@@ -18,6 +18,7 @@ from composer_nb.tasks.contract import Call, EpisodeLost
 from composer_nb.tasks.files.episodes import Files
 from composer_nb.tasks.files.generator import Difficulty
 from composer_nb.tasks.house_rules import HouseRules
+from composer_nb.tasks.surfaces import JsonCalls
 from composer_nb.traces import Action, ChatIngester, ToolCall, TraceState
 
 MESSAGES = [{"role": "user", "content": "What do my notes say?"}]
@@ -226,3 +227,14 @@ def test_single_turn_questions_are_an_arbiter_too():
             found.outcome == "pair" and found.winner_from == "A" and found.decided_by.endswith("played again")
         )
         assert consensus(state, {"A": Action(right), "B": Action("{}")}).outcome == "below_threshold"
+
+
+def test_calls_of_a_family_that_speaks_json_are_tried_as_they_were_said():
+    family = Files(JsonCalls(), Difficulty(turns=1))
+    (task,) = family.tasks("train", 1)
+    said = json.loads(family.reference(task)[0])
+    prose = Action("I do not know.")
+    state = TraceState("s", family.episode(task).messages(), prose)
+    asked = Action("", (ToolCall(said["name"], said["arguments"]),))
+    arbiter = EpisodeArbiter(family, [task])
+    assert arbiter(state, asked) == 1.0 and arbiter(state, prose) == 0.0

@@ -279,3 +279,17 @@ def test_math_verify_agrees_on_final_answers():
             if ours != theirs:
                 disagree.append((plain, said, ours, theirs))
     assert disagree == []
+
+
+def test_the_beginning_of_a_sum_is_no_answer():
+    problem = gsm8k_problem("p", "?", "<<53*2=106>>\n#### 106")
+    answers = {"#### 106": 1, "#### 106 / 2": 0, "#### 106-1": 0, "#### 106 apples": 1, "#### 1,060": 0}
+    for text, right in answers.items():
+        assert run(Arithmetic(), problem, [f"53 * 2 = 106\n{text}"]).solved == bool(right), text
+
+
+def test_steps_with_a_zero_and_decimals_are_kept():
+    zero = gsm8k_problem("z", "?", "<<5*0=0>>\n<<0+7=7>>\n#### 7")
+    assert [step.value for step in zero.steps] == [0, 7]
+    half = gsm8k_problem("h", "?", "<<7/2=3.5>>\n#### 3.5")
+    assert worked(half).endswith("#### 3.5") and run(Arithmetic(), half, [worked(half)]).solved

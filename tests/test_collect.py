@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from composer_nb.cli import app
+from composer_nb.replay.http_teacher import HTTPTeacher
 from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.protocol import TeacherReply, TeacherStop, teacher_messages
 from composer_nb.replay.protocol import TeacherRequest as Request
@@ -120,15 +121,19 @@ def test_what_ended_early_says_why_and_counts_as_not_done(tmp_path):
     assert all(one.skipped == "not done after 1 answers" and len(one.faults) == 1 for one in limited)
 
 
-def test_a_lost_episode_is_said(tmp_path, monkeypatch):
+def test_a_lost_episode_is_said_and_played_again(tmp_path, monkeypatch, caplog):
     tasks = FILES.tasks("heldout", 1)
     teacher = Scripted(FILES, tasks)
 
     def gone(self, text):
         raise EpisodeLost("the server died")
 
-    monkeypatch.setattr(type(FILES.episode(tasks[0])), "step", gone)
-    assert collect(teacher, FILES, tasks, tmp_path / "a", progress=False)[0].skipped == "the server died"
+    with monkeypatch.context() as broken:
+        broken.setattr(type(FILES.episode(tasks[0])), "step", gone)
+        with pytest.raises(TeacherStop, match="1 of 1 episodes are not done: run again"):
+            collect(teacher, FILES, tasks, tmp_path / "a", progress=False)
+    assert "the server died" in caplog.text
+    assert collect(teacher, FILES, tasks, tmp_path / "a", progress=False)[0].solved
 
 
 def test_bad_input_is_named(tmp_path):
@@ -296,3 +301,19 @@ def test_a_ceiling_is_kept_and_what_was_answered_is_not_paid_again(tmp_path):
         assert ledger.spent_usd == turns * 0.125 and not ledger.open_requests
     third = Priced(FILES, tasks)
     assert collect(third, FILES, tasks, place, ceiling_usd=0.0, progress=False) == played and not third.asked
+
+
+@pytest.mark.parametrize("kind", ["extra_key", "arguments_first"])
+def test_an_answer_over_http_is_graded_as_it_was_written(kind, tmp_path):
+    """Rules about the object itself are kept in text, which must not be written anew on the way."""
+    family = HouseRules(rules_of(1, kinds=(kind,)))
+    tasks = family.tasks("heldout", 2)
+    asked = (json.dumps(list(teacher_messages(family.episode(task).messages()))) for task in tasks)
+    known = dict(zip(asked, (family.reference(task)[0] for task in tasks), strict=True))
+    handler = type("Handler", (Knowing,), {"solutions": known})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        teacher = HTTPTeacher("vendor/knowing", f"http://127.0.0.1:{server.server_port}/v1")
+        played = collect(teacher, family, tasks, tmp_path / "a", progress=False)
+        server.shutdown()
+    assert all(one.solved for one in played), [one.messages[-1] for one in played]

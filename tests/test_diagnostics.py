@@ -338,3 +338,8 @@ def test_warnings_come_in_the_order_of_the_log_and_thresholds_are_constants(monk
 
 def test_tensors_and_integers_are_numbers_too():
     assert len(collapse_warnings({"completion_length": torch.tensor([90] * 5 + [20] * 5)})) == 1
+
+
+def test_a_series_that_begins_with_gaps_still_warns():
+    values = [None] * 5 + [1.0] * 5 + [0.1] * 5
+    assert any("below" in said for said in diagnostics.collapse_warnings({"entropy": values}))

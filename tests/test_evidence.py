@@ -385,7 +385,9 @@ def test_a_table_that_copies_figures_is_found_when_stale(root: Path) -> None:
 
 def test_every_committed_run_has_what_the_checks_ask_for() -> None:
     """The repository's own runs, by their files; `make clean-check` holds them to the history as well."""
-    for run in check_runs.run_folders(ROOT):
+    folders = list(check_runs.run_folders(ROOT))
+    assert folders
+    for run in folders:
         assert check_runs.run_faults(run, None) == [], run
 
 

@@ -211,12 +211,13 @@ def test_a_form_refuses_what_it_does_not_know():
     tool = {
         "t": Tool("t", "", {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     }
-    lines = CommandLines({"t": Form("t A", ("a",))})
+    lines = CommandLines({"t": Form("t A", ("a",), switches={"-l": ("b", "lines"), "-w": ("b", "words")})})
     said = {
         "t": "missing",
         "t x y": "one word too many",
         "t -f x": "no option",
         "t x > y": "not understood",
+        "t -l -w x": "b is given twice",
         "u x": "there is no tool",
     }
     for line, says in said.items():

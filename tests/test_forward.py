@@ -861,3 +861,29 @@ def test_continuations_name_what_does_not_fit():
 
 def test_the_tiny_model_of_the_other_tests_shares():
     assert prefix_shortcut(tiny.model(vocab_size=64))
+
+
+def test_a_head_that_forbids_tokens_does_not_hide_a_bent_one():
+    """One infinite logit must not make the tolerance infinite."""
+    def forbidding(bend):
+        model = tiny.model(vocab_size=64)
+        plain = type(model).forward
+
+        def bent(self, *args, **kwargs):
+            output = plain(self, *args, **kwargs)
+            output.logits = bend(output.logits).index_fill(-1, torch.tensor([3]), -torch.inf)
+            return output
+
+        model.forward = bent.__get__(model)
+        return model
+
+    assert not head_shortcut(forbidding(lambda logits: logits.roll(1, -1) * 3))
+    assert not head_shortcut(forbidding(lambda logits: logits))  # the head alone would not forbid it
+
+
+def test_nothing_predicts_the_first_token():
+    ids, mask = padded(grown())
+    first = torch.zeros(1, dtype=torch.long)
+    for ask in (forward_pass(LLAMA, ids, mask).logits, forward_pass(LLAMA, ids, mask).states_at):
+        with pytest.raises(ValueError, match="token 0: nothing predicts"):
+            ask(first, first)

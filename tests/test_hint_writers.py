@@ -720,3 +720,9 @@ def test_a_teacher_that_costs_money_is_not_asked_without_its_books():
     with pytest.raises(ValueError, match="costs money"):
         hw.judge_hint(hw.ask_teacher(teacher))(site)
     assert not teacher.requests
+
+
+def test_a_tool_name_of_any_length_is_cut():
+    """The name is what the model wrote; a hint holds a line of it at most."""
+    context = HintContext(error_kind="unknown_tool", tool_name="x" * 5000 + "\n", available_tools=("read",))
+    assert len(hw.template_hint(context)) < 300

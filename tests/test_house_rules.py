@@ -12,6 +12,7 @@ from composer_nb.tasks.contract import contract_problems
 from composer_nb.tasks.house_rules import (
     KINDS,
     HouseRules,
+    answerable,
     answered,
     house_hints,
     obeyed,
@@ -189,3 +190,13 @@ def test_every_question_becomes_a_tool_that_its_reference_fits() -> None:
 def test_schemas_of_the_leaderboard_in_the_standards_words(schema, standard) -> None:
     before = json.dumps(schema)
     assert json_schema(schema) == standard == json_schema(standard) and json.dumps(schema) == before
+
+
+def test_a_question_that_no_call_can_answer_under_the_rules_is_no_task():
+    """A rule that adds an argument must not take the place of one that the question needs."""
+    zones = [rules_of(1, seed, ("constant",)) for seed in range(60)]
+    rules = next(rules for rules in zones if '"zone"' in rules[0].says)
+    whole = [q for q in load_questions() if grade(reference_call(q), q).exact]
+    lost = [q for q in whole if not answerable(q, rules)]
+    assert lost and all("zone" in reference_call(q)["arguments"] for q in lost)
+    assert not any(answerable(q, ()) != answerable(q, rules_of(1, 0, ("name_suffix",))) for q in whole)

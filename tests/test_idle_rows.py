@@ -90,7 +90,7 @@ def test_with_options_of_the_loss(tmp_path, name) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [dict(policy_loss="dppo"), dict(advantages="rloo"), dict(share_prefixes=False)]
+    "options", [dict(advantages="rloo"), dict(share_prefixes=False)]
 )
 def test_with_options_of_ours(tmp_path, options) -> None:
     trl = dict(scale_rewards="none", num_iterations=2)
@@ -150,6 +150,12 @@ def test_a_loss_that_moves_without_advantage_is_refused(tmp_path, name) -> None:
     with pytest.raises(ValueError, match=re.escape(f"that {name}=") + ".*skip_idle_rows=False"):
         adopt(arguments(tmp_path, **REFUSED[name]), {"skip_idle_rows": True})
     assert not adopt(arguments(tmp_path, **REFUSED[name]), {}).skip_idle_rows
+
+
+def test_dppo_moves_rows_without_advantage(tmp_path) -> None:
+    """Its squared log-ratio has a gradient wherever the weights have moved since the sampling."""
+    with pytest.raises(ValueError, match="that policy_loss='dppo' acts on: set skip_idle_rows=False"):
+        adopt(arguments(tmp_path), {"skip_idle_rows": True, "policy_loss": "dppo"})
 
 
 def test_a_router_needs_all_rows_and_says_so(tmp_path) -> None:

@@ -157,6 +157,8 @@ def test_two_runners_share_a_ladder(tmp_path, script, start):
         ("{spike: s, arms: [], seeds: [0]}", "arms"),
         ("{spike: s, arms: [a], seeds: [0, 0]}", "seeds"),
         ("{spike: s, arms: [a], seeds: [one]}", "seeds"),
+        ("{spike: s, arms: plain, seeds: [0]}", r"arms='plain' is no list; write arms: \[plain\]"),
+        ("{spike: s, arms: [a], seeds: 3}", r"seeds=3 is no list; write seeds: \[3\]"),
         ("{spike: s, arms: [a], seeds: [true]}", "seeds"),
         ("{spike: s, arms: [a], seeds: [0], settings: {seed: 1}}", "settings hold seed"),
         ("{spike: s, arms: [a], seeds: [0], settings: {device: cuda}}", "settings hold device"),

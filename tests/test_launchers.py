@@ -355,7 +355,7 @@ def test_two_ranks_are_started_again_each_for_itself(executor):
 def test_a_restart_that_another_launcher_is_at(site, folder):
     """Its folder has no handle yet: it is left alone for a while, and then it was a launcher that died."""
     if not site.outlives:
-        return
+        pytest.skip("a local launcher takes its replicas with it")
     with site.make(folder) as made:
         (handle,) = made.launch_replicas(1, "prog:add", [1])
         made.collect([handle], timeout=60)
@@ -385,7 +385,7 @@ def test_cancel_ends_all_that_was_started(executor):
     results = executor.collect([family, tidy, stubborn], timeout=5)
     assert [r.status for r in results] == ["cancelled"] * 3
     assert [r.exit_code for r in results] == [-signal.SIGTERM, 5, -signal.SIGKILL]
-    assert executor.tail(tidy, 1).endswith("tidied") or "tidied" in executor.tail(tidy)
+    assert "tidied" in executor.tail(tidy)
     assert executor.poll(calm) == "running"
     executor.cancel([family])
     assert executor.collect([family], timeout=5)[0].status == "cancelled"

@@ -2,6 +2,7 @@
 against PyTorch's profiler, and the command.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ from composer_nb.training.activations import (
 )
 from composer_nb.training.command import RunOptions, read_run
 from composer_nb.training.config import ComposerConfig
-from composer_nb.training.memory import PHASES, MemoryItem, MemoryTable, step_memory
+from composer_nb.training.memory import PHASES, MemoryItem, MemoryTable, run_memory, step_memory
 from composer_nb.training.sharing import TILE
 
 SHELL = CliRunner()
@@ -434,3 +435,14 @@ def test_a_run_without_questions_is_refused_before_anything_is_computed(run_file
     assert isinstance(options, RunOptions)
     with pytest.raises(ValueError, match="no question has at most longest_prompt=1"):
         memory.run_memory(options, args)
+
+
+def test_a_file_that_names_pairs_counts_them(tmp_path):
+    """The longest reply stands behind a prompt as long as the longest question's."""
+    rows = [{"prompt": [{"role": "user", "content": "x"}], "chosen": "word " * 60, "rejected": "no"}]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = configuration(beta_replay=0.1)
+    told = dict(questions=4, heldout=2)
+    named = {"pairs": str(tmp_path / "pairs.jsonl")}
+    without, with_pairs = (run_memory(RunOptions(**told, **more), args, "cpu") for more in ({}, named))
+    assert with_pairs.held("pairs") > without.held("pairs")

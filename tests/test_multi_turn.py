@@ -237,6 +237,7 @@ def test_arguments_of_any_type_end_in_an_answer():
      ("power", {"base": 10**99, "exponent": 999}, "Error"),
      ("logarithm", {"value": 2, "base": 3, "precision": 10**9}, "precision is at most"),
      ("square_root", {"number": 2, "precision": 10**9}, "precision is at most"),
+     ("round_number", {"number": 5, "decimal_places": -(10**9)}, "decimal_places is at most"),
      ("add", {"a": float("inf"), "b": 1}, "a is at most"), ("power", {"base": 2, "exponent": 10}, "1024")],
 )  # fmt: skip
 def test_no_number_keeps_the_host_busy(tool, arguments, says):

@@ -545,3 +545,23 @@ def test_options_of_a_channel_without_weight_are_kept_and_read_by_nothing(
     assert not torch.equal(
         loss_and_gradient(everything), loss_and_gradient(everything, **{other: options[other]})
     )
+
+
+@pytest.mark.parametrize("value", [0.5, 2.5, 0, True])
+def test_counts_are_whole(value):
+    with pytest.raises(ValueError, match="sdpo_top_k=.*whole number"):
+        LossConfig(sdpo_top_k=value)
+
+
+def test_the_sampled_estimator_joins_eopds_reverse_kl():
+    assert LossConfig(sdpo_wrapper="eopd", sdpo_sampled=True).sdpo_sampled
+    with pytest.raises(ValueError, match="and not sdpo_token_clip"):
+        LossConfig(sdpo_sampled=True, sdpo_jsd_beta=1.0, sdpo_token_clip=1.0)
+
+
+@pytest.mark.parametrize("more, told", [({}, True), (dict(num_iterations=2), False)])
+def test_an_importance_cap_that_nothing_reads_is_said(tmp_path, more, told):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        lit(tmp_path, sdpo_is_cap=2.0, options=more)
+    assert any("sdpo_is_cap=2.0" in str(one.message) for one in seen) == told

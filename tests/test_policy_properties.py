@@ -436,3 +436,15 @@ def test_bad_leashes_are_named(change, message):
         kl_shaped_rewards(torch.zeros(6), batch.new, batch.ref, batch.mask, **{"coef": 0.1} | change)
     with pytest.raises(ValueError, match=r"rewards \(2,\) need one entry for each of the 6 answers"):
         kl_shaped_rewards(torch.zeros(2), batch.new, batch.ref, batch.mask, coef=0.1)
+
+
+def test_shapes_and_kinds_that_do_not_fit_are_named():
+    rewards, logprobs, mask = torch.zeros(2), torch.zeros(2, 3), torch.ones(2, 3)
+    for ref, kept in ((torch.zeros(3), mask), (torch.zeros(1, 3), mask), (logprobs, torch.ones(3))):
+        with pytest.raises(ValueError, match="one shape"):
+            kl_shaped_rewards(rewards, logprobs, ref, kept, coef=0.1)
+    with pytest.raises(ValueError, match="unknown policy kind 'ppo'; known: "):
+        policy_denominator(mask, "ppo")
+    for q in (-0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="q is"):
+            length_penalty(1.0, k=1.0, q=q)

@@ -2,6 +2,7 @@
 double price.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -198,6 +199,12 @@ def test_open_calls_are_listed_and_settled(tmp_path, server):
     assert code == 0 and "0.2500 reserved" in said
     code, _, why = replay("settle", tmp_path / "replies.jsonl", keys[1], "--usd", "-1")
     assert code == 1 and "negative" in why
+    with Ledger(tmp_path / "replies.jsonl") as ledger:
+        asked = TeacherRequest("b", "b", ({"role": "user", "content": "x"},))
+        asyncio.run(ledger.request(asked, 0.25, "s", "batch-one"))
+    code, _, why = replay("settle", tmp_path / "replies.jsonl", asked.key, "--usd", "0")
+    assert code == 1 and "in a batch" in why
+    assert replay("settle", tmp_path / "replies.jsonl", asked.key, "--usd", "0", "--discard")[0] == 0
     assert replay("settle", tmp_path / "none.jsonl", "a", "--usd", "0")[0] == 1
     assert not (tmp_path / "none.jsonl").exists()
 
@@ -497,3 +504,19 @@ def test_personal_data_stays_where_it_is_asked_to(tmp_path):
         assert replay("estimate", tmp_path / "p.yaml")[0] == wanted, told
     (tmp_path / "p.yaml").write_text(json.dumps(plan | {"personal": ["shoe size"]}))
     assert "personal is true, false or a list out of" in replay("estimate", tmp_path / "p.yaml")[2]
+
+
+def test_a_seller_whose_prices_are_not_known_is_refused(tmp_path):
+    """OpenRouter's list says nothing of what another seller of the same model asks."""
+    teacher = {"model": "deepseek/deepseek-v3.2", "base_url": "https://api.elsewhere.example/v1"}
+    told = {"states": "s.jsonl", "ceiling_usd": 1, "teachers": [teacher]}
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told))
+    with pytest.raises(ValueError, match="teacher 1: api.elsewhere.example is not OpenRouter"):
+        teachers_of(read_plan(tmp_path / "replay.yaml"))
+    prices = {"date": "d", "source": "s", "models": {teacher["model"]: PRICE}}
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told | {"prices": "prices.json"}))
+    assert teachers_of(read_plan(tmp_path / "replay.yaml"))[0].price.prompt == PRICE["prompt"]
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told | {"prices": "none.json"}))
+    with pytest.raises(ValueError, match="teacher 1: .*none.json: No such file"):
+        teachers_of(read_plan(tmp_path / "replay.yaml"))

@@ -227,3 +227,15 @@ def test_a_model_first_met_under_checkpointing_shares_afterwards():
     assert len(calls.declined) == 1
     model.base_model.gradient_checkpointing = False
     assert why_not(model) == ""
+
+
+@pytest.mark.parametrize("asked", [dict(output_hidden_states=True), dict(use_cache=True)])
+def test_what_a_shared_pass_cannot_hand_back_is_declined(asked):
+    model, (ids, mask) = tiny.model(vocab_size=64), batch()
+    assert why_not(model) == ""
+    with torch.no_grad():
+        plain = model.base_model(input_ids=ids, attention_mask=mask, **asked)
+        with sharing_prefixes(model) as calls:
+            shared = model.base_model(input_ids=ids, attention_mask=mask, **asked)
+    assert shared.keys() == plain.keys() and calls.declined
+    assert torch.equal(shared.last_hidden_state, plain.last_hidden_state)

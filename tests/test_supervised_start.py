@@ -12,7 +12,7 @@ TASKS = FAMILY.tasks("train", 6)
 
 
 def test_rows_are_solved_episodes_whose_answers_are_closed():
-    for row, task in zip(solution_rows(FAMILY, TASKS, TOKENIZER), TASKS):
+    for row, task in zip(solution_rows(FAMILY, TASKS, TOKENIZER), TASKS, strict=True):
         assert row.outcome.solved and row.outcome.reward == 1
         said = [TOKENIZER.decode(row.ids[a:b]) for a, b in row.turns]
         assert said == [answer + TOKENIZER.eos_token for answer in FAMILY.reference(task)]

@@ -132,7 +132,8 @@ def test_forbidden_tokens_stay_finite(name: str) -> None:
     loss = LOSSES[name](student, teacher, mask)
     (gradient,) = torch.autograd.grad(loss, student)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all()
-    without = LOSSES[name](student[..., 1:], teacher[..., 1:], mask) if name == "taid" else loss
+    more = {"h_max": math.log(student.shape[-1])} if name == "blend" else {}  # of the whole vocabulary
+    without = LOSSES[name](student[..., 1:], teacher[..., 1:], mask, **more)
     torch.testing.assert_close(loss, without)
 
 
@@ -325,3 +326,13 @@ S, T, M = batch(0)
 def test_errors_name_the_bad_value(call: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_a_step_with_nothing_scored_is_refused_and_a_large_fall_is_not():
+    schedule = TAIDScheduler(1000)
+    schedule.update_t(2.0, global_step=0)
+    with pytest.raises(ValueError, match="loss is 0.0 .*nothing was scored"):
+        schedule.update_t(0.0, global_step=1)
+    schedule.update_t(1e-12, global_step=1)
+    schedule.update_t(5.0, global_step=2)  # a relative change of millions of millions
+    assert 0 <= schedule.t <= 1

@@ -16,7 +16,10 @@ import pytest
 
 from composer_nb.drills import teacher_server
 from composer_nb.drills.teacher_server import FaultServer
+from composer_nb.replay.answers import is_insured
+from composer_nb.replay.endpoints import Manners, _may_have_worked
 from composer_nb.replay.http_teacher import HTTPTeacher
+from composer_nb.replay.ledger import ROOM, room_for
 from composer_nb.replay.prices import Price, Prices
 from composer_nb.replay.protocol import OutOfCredit, TeacherReply, TeacherStop
 from composer_nb.traces import ToolCall, TraceState
@@ -184,7 +187,7 @@ def test_a_retry_after_beyond_the_patience_ends_the_attempts(server):
     assert time.monotonic() - start < 2
 
 
-@pytest.mark.parametrize("status", (408, 502, 504))
+@pytest.mark.parametrize("status", (408, 502, 504, 520, 524))
 def test_a_gateway_error_may_have_been_paid(server, status):
     reply = ask(server, f"status~{status}~2")
     assert (reply.outcome, reply.reason, reply.cost_usd, reply.attempts) == ("skipped", "lost", None, 1)
@@ -514,3 +517,49 @@ def test_a_killed_server_leaves_its_books(tmp_path):
     process.kill()
     process.wait(10)
     assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == ["request", "billed"]
+
+
+@pytest.mark.parametrize(
+    "status, free, worked",
+    [(504, True, False), (504, False, True), (524, True, True), (503, False, False), (500, False, False),
+     (200, False, False)],
+)  # fmt: skip
+def test_which_status_may_have_been_paid(status, free, worked):
+    """What stands before an endpoint gives up with a status of its own, also where a 504 is promised free."""
+    assert _may_have_worked(status, Manners(gateway_is_free=free)) == worked
+
+
+def test_an_error_with_a_bill_was_paid():
+    error = {"error": {"code": 500}, "choices": []}
+    assert is_insured(error) and not is_insured(error | {"usage": {"cost": 0.01}})
+
+
+@pytest.mark.parametrize(
+    "options, secret",
+    [(dict(api_key_env="sk-or-v1-0123456789abcdef"), "sk-or"),
+     (dict(base_url="user:hunter22@host/v1"), "hunter22"),
+     (dict(base_url="sk-live-4242@host/v1"), "sk-live"),
+     (dict(base_url="http://host:sk-live-4242/v1"), "sk-live")],
+)  # fmt: skip
+def test_a_key_in_the_wrong_place_is_refused_and_not_repeated(options, secret):
+    with pytest.raises(ValueError) as raised:
+        HTTPTeacher("m", **options)
+    assert secret not in str(raised.value)
+
+
+def test_an_address_here_that_wants_a_key_is_not_free(monkeypatch):
+    monkeypatch.setenv("PROXY_KEY", "k")
+    here = HTTPTeacher("m", "http://127.0.0.1:9/v1")
+    proxy = HTTPTeacher("m", "http://127.0.0.1:9/v1", api_key_env="PROXY_KEY")
+    assert here.is_local and here.price == Price(0.0, 0.0)
+    assert not proxy.is_local and proxy.price is None and not proxy.trust_env
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "bash_20250124", "name": "bash"}])
+def test_a_vendors_own_tool_is_not_sent(tool):
+    with pytest.raises(ValueError, match="price of its own"):
+        HTTPTeacher("m").request(question(tools=(tool,)))
+
+
+def test_room_on_the_disk_follows_the_longest_reply():
+    assert room_for(HTTPTeacher("m", max_tokens=100_000)) > room_for(HTTPTeacher("m")) >= ROOM

@@ -107,7 +107,7 @@ def test_a_row_has_the_ids_that_trls_loop_makes_of_the_same_answers(tmp_path):
 @pytest.mark.parametrize("thinking", [True, False])
 def test_only_answers_are_compared_and_they_are_the_templates(thinking):
     options = TEMPLATE if not thinking else {"chat_template": TEMPLATE["chat_template"]}
-    for row, task in zip(tool_call_rows(USED, **options)(FAMILY, TASKS, TOKENIZER), TASKS):
+    for row, task in zip(tool_call_rows(USED, **options)(FAMILY, TASKS, TOKENIZER), TASKS, strict=True):
         assert row.outcome.solved and len(row.turns) == len(calls_of(FAMILY, task)) + 1
         said = [TOKENIZER.decode(row.ids[a:b]) for a, b in row.turns]
         assert all(text.startswith("<think>") == thinking and text.endswith("<|im_end|>") for text in said)

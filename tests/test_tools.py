@@ -361,3 +361,11 @@ def test_types_of_a_release_become_json_schema(tmp_path) -> None:
         ("TaskList", "1.0.9", "1.0.10"), ("Bash", "1.0.9", None)]  # fmt: skip
     with pytest.raises(ValueError, match="stands where"):
         dict(script["shapes"]("export interface BashInput {\n  command string;\n}"))
+
+
+def test_a_vendors_own_tool_spoils_no_vote():
+    """It has a type and no schema, and stands beside functions in some logs."""
+    read = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
+    action = Action("", (ToolCall("read", {}),))
+    assert misfits(action, [{"type": "web_search"}, read]) == []
+    assert misfits(action, [{"type": "web_search"}]) == []

@@ -432,7 +432,7 @@ def test_a_hint_without_lift_is_reported(tmp_path):
         trainer = lit(tmp_path, lift_steps=1, options=dict(max_steps=4))
         trainer._fresh_reward = lambda rows, answers: torch.full((len(rows),), 0.5)
         trainer.train()
-    assert sum("no lift" in str(w.message) for w in caught) == 1
+    assert sum("mean lift" in str(w.message) for w in caught) == 1
     with pytest.raises(ValueError, match="lift_steps"):
         lit(tmp_path / "b", lift_steps=1, rollout_func=two_turns)
 

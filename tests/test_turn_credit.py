@@ -220,9 +220,9 @@ def test_a_lost_rollout_has_no_advantage(tmp_path, monkeypatch):
     (played,), seen = watched(build(tmp_path))
     lost = [row for row in played["trajectory"] if row.lost]
     assert len(lost) == 1
-    for ids, keep, values in zip(*(seen[0][n] for n in ("completion_ids", "completion_mask", "advantages"))):
-        if ids[keep.bool()].tolist() == lost[0].completion_ids:
-            assert (values == 0).all()
+    rows = zip(*(seen[0][n] for n in ("completion_ids", "completion_mask", "advantages")))
+    found = [values for ids, keep, values in rows if ids[keep.bool()].tolist() == lost[0].completion_ids]
+    assert len(found) == 1 and (found[0] == 0).all()
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):

@@ -120,6 +120,9 @@ def _scored(logits: Tensor, labels: Tensor | None, mask: Tensor | None, sample_m
     if mask is not None:
         scored &= mask.bool()
     if sample_mask is not None:
+        if sample_mask.shape != scored.shape[:1]:
+            said = f"sample_mask {tuple(sample_mask.shape)} needs"
+            raise ValueError(f"{said} one entry for each of {len(scored)} rows")
         scored &= sample_mask.bool().unsqueeze(-1)
     return scored
 
@@ -130,8 +133,9 @@ class DivergenceOptions:
 
     The support: `top_k` entries of one side (`top_k_source`), with or without a `tail` bucket; `entry_clip`
     caps each vocabulary entry before the sum; `sampled` uses only the sampled tokens (beta 1). The batch:
-    `old_logprobs` (B, T) with `is_cap` add the truncated importance weight, `sample_mask` (B,) drops whole
-    rows. The mean: `reduction` and `denominator` as for `core.reduce_tokens`.
+    `old_logprobs` (B, T), at this loss's `temperature`, with `is_cap` add the truncated importance weight
+    (where sampling used another, pass `weight=importance_weight(...)`); `sample_mask` (B,) drops whole rows.
+    The mean: `reduction` and `denominator` as for `core.reduce_tokens`.
     """
 
     top_k: int | None = None
@@ -169,8 +173,10 @@ def _row_divergence(
 
 def _sampled_loss(s: Tensor, t: Tensor, ids: Tensor | None, beta: float) -> Float[Tensor, " N"]:
     "Sampled-token estimator on the scored rows; it exists for KL(S||T) only."
-    if ids is None or beta != 1.0:
-        raise ValueError(f"the sampled-token estimator needs labels and beta=1 (KL(S||T)), got beta={beta}")
+    if beta != 1.0:
+        raise ValueError(f"the sampled-token estimator is of KL(S||T) only: beta=1, got beta={beta}")
+    if ids is None:
+        raise ValueError("the sampled-token estimator needs labels: the tokens that were sampled")
     return sampled_reverse_kl(token_logprobs(s, ids), token_logprobs(t, ids))
 
 # %% ../../nbs/kernels/03_divergence.ipynb #c026-5901d9
@@ -192,15 +198,21 @@ def generalized_jsd_loss(
     Logits at position t must already be those that predict `labels[:, t]`. `temperature` divides both sides;
     `token_clip` caps each token's divergence after the sum; `weight` multiplies it, detached. `keywords` are
     fields of `DivergenceOptions` and win over `options`; an unknown one raises TypeError. Gradient flows into
-    `student_logits` only.
+    `student_logits` only. Raises ValueError for shapes that do not fit and options that have no effect.
     """
     chosen = replace(options or DivergenceOptions(), **keywords)
     _check_logits(student_logits, teacher_logits, temperature)
     scored = _scored(student_logits, labels, mask, chosen.sample_mask)
+    for name, other in (("old_logprobs", chosen.old_logprobs), ("weight", weight)):
+        if other is not None and other.shape != scored.shape:
+            raise ValueError(f"{name} {tuple(other.shape)} must have shape {tuple(scored.shape)}")
     s = gather_rows(student_logits, scored) / temperature
     t = gather_rows(teacher_logits.detach(), scored) / temperature
     ids = None if labels is None else labels[scored]
     per_token = _row_divergence(s, t, ids, beta, chosen)
+    if token_clip is not None and chosen.sampled:
+        rule = "caps a divergence, and the sampled-token estimator's values are none: leave it out"
+        raise ValueError(f"token_clip={token_clip} {rule}")
     if token_clip is not None:
         per_token = per_token.clamp(max=token_clip)
     if chosen.is_cap is not None:

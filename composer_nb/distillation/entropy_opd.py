@@ -45,9 +45,11 @@ def eopd_loss(
     """Entropy-Aware OPD's extra term (nats per scored token): forward KL on the teacher's top k where H(T) >=
     threshold.
 
-    The algorithm's base, a policy-gradient reverse KL on all tokens, is `policy.reference_kl_loss`; add the
-    two. A `top_k` beyond the vocabulary means all of it. Raises ValueError for `top_k < 1`, a NaN threshold
-    or unequal shapes. Source: arXiv 2603.07079, second-hand.
+    The algorithm's base is a policy-gradient reverse KL on all tokens. Its nearest kin here is
+    `policy.reference_kl_loss`, which masks where the paper clips, and adds a squared log-ratio. Give both the
+    same `denominator`: without one, that is a sum and this a mean. A `top_k` beyond the vocabulary means all
+    of it. Raises ValueError for `top_k < 1`, a NaN threshold or unequal shapes. Source: arXiv 2603.07079,
+    second-hand.
     """
     if top_k < 1 or math.isnan(entropy_threshold):
         raise ValueError(

@@ -119,7 +119,7 @@ class TAIDState:
             return replace(self, prev_loss=loss), None
         change = (self.prev_loss - loss) / (self.prev_loss + 1e-15)
         momentum = settings.beta * self.momentum + (1 - settings.beta) * change
-        delta = settings.alpha * (1 - self.t) / (1 + math.exp(-momentum))
+        delta = settings.alpha * (1 - self.t) / (1 + math.exp(min(-momentum, 700.0)))
         line = settings.line(global_step)
         t = min(settings.t_end, line if settings.disable_adaptive else max(line, self.t + delta))
         return TAIDState(t, loss, momentum), delta
@@ -175,10 +175,9 @@ def _too_short(settings: TAIDSettings) -> str:
 
 def _finite(loss: float | Tensor, global_step: int) -> float:
     loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"loss is {loss} at global_step {global_step}; skip the update, it would stay in the momentum"
-        )
+    if not (math.isfinite(loss) and loss > 0):
+        what = f"loss is {loss} at global_step {global_step}: not finite, or nothing was scored"
+        raise ValueError(f"{what}; skip the update, it would stay in the momentum")
     return loss
 
 

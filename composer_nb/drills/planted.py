@@ -348,6 +348,7 @@ PERSONAL: dict[str, tuple[Callable[[Maker], str], str]] = {
     "prompt in brackets": (lambda m: shaped("{a6}x@{a5}7", m), "[@ src]$ ls"),
     "ssh": (lambda m: shaped("{a6}x@{a5}7", m), "ssh -p 2222 @ uptime"),
     "scp": (lambda m: shaped("{a6}x@{a5}7", m), "scp a.txt @:/tmp"),
+    "UK NINO, bare": (lambda m: shaped("AB{d2}{d2}{d2}C", m), "National Insurance number @"),
 }
 
 

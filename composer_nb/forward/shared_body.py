@@ -68,8 +68,8 @@ def why_not(model: nn.Module, longest: int = 1) -> str:
 
 # %% ../../nbs/kernels/12_shared_body.ipynb #caf7c139
 def _odd_call(lm: nn.Module, mask: Tensor | None, ids: Tensor | None, options: dict[str, Any]) -> str:
-    "What about this call is not a plain pass over tokens; empty when nothing is."
-    known = {"use_cache", "return_dict", "cache_position", "labels"}
+    "What about this call is not a plain pass over tokens that hands back no cache; empty when nothing is."
+    known = {"return_dict", "cache_position", "labels"}
     strange = [
         name
         for name, value in options.items()
@@ -136,6 +136,7 @@ def _odd_prompt(options: dict[str, Any]) -> str:
     odd = {name for name, value in options.items() if not isinstance(value, settings)} - {"cache_position"}
     if isinstance(positions := options.get("position_ids"), Tensor) and positions.dim() == 2:
         odd -= {"position_ids"}
+    odd |= {name for name, value in options.items() if name.startswith("output_") and value}
     return f"called with {', '.join(sorted(odd))}" if odd else ""
 
 

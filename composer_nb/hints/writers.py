@@ -112,10 +112,8 @@ for _error_kind, _sentence in TEMPLATES.items():
 @register("unknown_tool")
 def _unknown_tool(context: HintContext) -> str:
     "Reminder of the tools on offer."
-    tools = ", ".join(context.available_tools)
-    return (
-        f"Reminder: there is no tool {context.tool_name!r} here. Available tools: {tools}." if tools else ""
-    )
+    tools, name = ", ".join(context.available_tools), quoted_name(context.tool_name or "")
+    return f"Reminder: there is no tool {name} here. Available tools: {tools}." if tools else ""
 
 # %% ../../nbs/data/22_writers.ipynb #c012-6bd1ad
 def _signature(context: HintContext) -> str:

@@ -95,8 +95,8 @@ def distillation_channel(
 ) -> Float[Tensor, ""]:
     """Mean divergence (nats per token) over compared rows, in the variant that the configuration names.
 
-    `weighting`: `old_logprobs`, `sampling_temperature`, `share` as in `row_weights`; the plain divergence
-    only.
+    `weighting`: `old_logprobs`, `sampling_temperature`, `share` as in `row_weights`; read by the plain
+    divergence, and of `eopd` by its reverse KL alone.
     """
     s, t, heat = student_logits.unsqueeze(0), teacher_logits.detach().unsqueeze(0), config.sdpo_temperature
     mask = torch.ones(s.shape[:2], dtype=torch.bool, device=s.device)
@@ -230,7 +230,10 @@ def hint_channel(
 ) -> Channel:
     """Distil the hinted teacher into the student at the aligned positions; the ids must agree token by token.
 
-    `teacher` is a module, or has `views()`: (share, context manager of a module) pairs.
+    `teacher` is a module, or has `views()`: (share, context manager of a module) pairs. Read from `inputs`
+    are `input_ids`, `ctx_teacher_input_ids`, `ctx_teacher_attention_mask`, `sdpo_loss_mask`,
+    `student_response_idx`, `teacher_response_idx` and, where they are there, `old_logprobs` (B, T) and
+    `sdpo_row_weight` (B,). Raises ValueError where ids differ.
     """
     batch, column = inputs["sdpo_loss_mask"].bool().nonzero(as_tuple=True)
     if len(batch) == 0:

@@ -121,10 +121,12 @@ def compose_loss(
 ) -> LossComponents:
     """Loss of one (micro-)batch: `policy + alpha_sdpo * hint + beta_replay * preference`.
 
-    `inputs` as `ComposerDataCollator` makes them. `teacher` scores the hinted contexts: a module
+    `inputs` as `ComposerDataCollator` makes them; `old_logprobs` and `ref_logprobs`, if given, are (B, T) in
+    nats at temperature 1. `teacher` scores the hinted contexts: a module
     (default: the model itself, live) or a `SelfTeacher`. `counts` gives the optimizer step's global
     {policy, sdpo, replay} counts, so that micro-batches add up: sum the `scored` of its micro-batches,
-    over all processes.
+    over all processes. Raises ValueError inside DistributedDataParallel and for DPO without reference
+    log-probs, TypeError for an unknown option.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(

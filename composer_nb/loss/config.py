@@ -36,15 +36,16 @@ def require(
     *,
     open_low: bool = False,
     none: bool = False,
+    whole: bool = False,
 ) -> None:
     """Raises ValueError, naming field and value, for NaN, infinities and values outside [low, high].
 
-    `open_low` excludes `low` itself, `none` lets None pass.
+    `open_low` excludes `low` itself, `none` lets None pass, `whole` takes whole numbers only.
     """
     value = getattr(options, name)
     if value is None and none:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < low or value > high or (open_low and value == low):
         raise ValueError(f"{name}={value!r}: {why}")
 
@@ -82,8 +83,8 @@ class PolicyTermOptions:
         require_choice(self, "kl_estimator", get_args(KLEstimator))
         require(self, "kl_coef", 0.0, math.inf, _WEIGHT)
         require(self, "epsilon_low", 0.0, math.inf, "the lower clip is not negative")
-        require(self, "epsilon_high", 0.0, math.inf, "must be positive and finite, or None", none=True)
         longest = "must be positive and finite, or None"
+        require(self, "epsilon_high", 0.0, math.inf, longest, open_low=True, none=True)
         require(self, "max_completion_length", 0.0, math.inf, longest, open_low=True, none=True)
         for name, (needed, present) in _POLICY_NEEDS.items():
             default = self.__dataclass_fields__[name].default
@@ -139,9 +140,11 @@ class HintOptions:
 # %% ../../nbs/training/10_options.ipynb #b6f24e77
 def _check_hint_values(options: HintOptions) -> None:
     require(options, "alpha_sdpo", 0.0, math.inf, _WEIGHT)
-    require(options, "sdpo_jsd_beta", 0.0, 1.0, "0 is KL(T||S), 1 is KL(S||T)")
+    require(options, "sdpo_jsd_beta", 0.0, 1.0, "must lie in [0, 1]: 0 is KL(T||S), 1 is KL(S||T)")
     require(options, "sdpo_temperature", 0.0, math.inf, "must be positive and finite", open_low=True)
-    require(options, "taid_t", 0.0, 1.0, "0 keeps the student, 1 is cross-entropy to the teacher", none=True)
+    taid = "must lie in [0, 1]: 0 keeps the student, 1 is cross-entropy to the teacher"
+    require(options, "taid_t", 0.0, 1.0, taid, none=True)
+    require(options, "sdpo_top_k", 1, math.inf, "a whole number from 1, or None", none=True, whole=True)
     for name in (*_PLAIN_ONLY, "entropy_opd_h_max"):
         require(
             options, name, 0.0, math.inf, "must be positive and finite, or None", open_low=True, none=True
@@ -163,13 +166,12 @@ def _check_wrapper(options: HintOptions) -> None:
         raise ValueError(
             f"{', '.join(plain_only)} has no meaning with sdpo_wrapper={options.sdpo_wrapper!r}: leave it out"
         )
-    if options.sdpo_sampled and (
-        options.sdpo_jsd_beta != 1.0 or options.sdpo_top_k or options.sdpo_entry_clip
-    ):
-        raise ValueError(
-            "sdpo_sampled estimates KL(S||T) from the sampled tokens: it needs sdpo_jsd_beta=1 "
-            f"(got {options.sdpo_jsd_beta}) and neither sdpo_top_k nor sdpo_entry_clip"
-        )
+    beta = 1.0 if options.sdpo_wrapper == "eopd" else options.sdpo_jsd_beta  # that of its own reverse KL
+    cut = [n for n in ("sdpo_top_k", "sdpo_entry_clip", "sdpo_token_clip") if getattr(options, n)]
+    if options.sdpo_sampled and (beta != 1.0 or cut):
+        what = "sdpo_sampled estimates KL(S||T) from the sampled tokens"
+        also = f", and not {', '.join(cut)}" * bool(cut)
+        raise ValueError(f"{what}: it needs sdpo_jsd_beta=1 (got {options.sdpo_jsd_beta}){also}")
     if options.sdpo_reduction != "token-mean" and options.sdpo_wrapper != "none":
         raise ValueError(f"sdpo_reduction={options.sdpo_reduction!r} is defined for sdpo_wrapper='none' only")
 
@@ -239,7 +241,9 @@ class PreferenceOptions:
         defaults = {f.name: f.default for f in fields(PreferenceOptions)}
         for name in others[self.dpo_variant]:
             if (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(f"{name}={value!r} has no effect with dpo_variant={self.dpo_variant!r}")
+                said = f"{name}={value!r} has no effect with dpo_variant={self.dpo_variant!r}"
+                other = "simpo" if self.dpo_variant == "dpo" else "dpo"
+                raise ValueError(f"{said}: set dpo_variant={other!r}, or leave it out")
 
 # %% ../../nbs/training/10_options.ipynb #7a23656c
 RETIRED = {
@@ -257,8 +261,8 @@ TRL_OPTIONS = (
 # %% ../../nbs/training/10_options.ipynb #b2c10c38
 @dataclass(kw_only=True, eq=True, unsafe_hash=True)
 class LossConfig(HintOptions, PreferenceOptions, PolicyTermOptions):
-    """Weights and options of the three channels; immutable. Invalid values raise ValueError here and nowhere
-    else.
+    """Weights and options of the three channels; immutable. Values without sense raise ValueError here; what
+    depends on the model (a top k beyond its vocabulary) raises where it is used.
     """
 
     def __post_init__(self) -> None:

@@ -62,11 +62,11 @@ def chat_answer(payload: Mapping[str, Any]) -> Json:
 
 
 def is_insured(payload: Mapping[str, Any]) -> bool:
-    "Whether OpenRouter promises not to charge: an error, or no token and no reason to finish."
+    "Whether OpenRouter promises not to charge: an error, or no token and no reason to finish; no bill."
     choice = (_dicts(payload.get("choices")) or [{}])[0]
+    count, cost = (_dict(payload.get("usage")).get(name) for name in ("completion_tokens", "cost"))
     if payload.get("error") or choice.get("error") or choice.get("finish_reason") == "error":
-        return True
-    count = _dict(payload.get("usage")).get("completion_tokens")
+        return not (isinstance(cost, (int, float)) and cost > 0)  # a bill that is stated is believed
     return bool(choice) and count == 0 and not isinstance(count, bool) and not choice.get("finish_reason")
 
 # %% ../../nbs/replay/03_answers.ipynb #ans010

@@ -179,7 +179,7 @@ class _Collector:
             except TeacherStop as stop:
                 if stop.status != 404:
                     raise
-                self.gone.append(stop)
+                self.gone.append(_gone(note, stop))
                 del self.left[note.name]
         self.out.waiting = sum(len(note.opened(self.ledger)) for note in self.left.values())
 
@@ -192,6 +192,13 @@ class _Collector:
                 del self.left[note.name]
 
 # %% ../../nbs/replay/24_batch_collect.ipynb #bco012b
+def _gone(note: Note, stop: TeacherStop) -> TeacherStop:
+    "The stop for a batch that the service no longer has, with what is left to do."
+    said = f"{note.id or note.name}: the service no longer has this batch ({stop.message})"
+    cure = "look up its bill, and end its calls with `composer-nb replay settle --discard`"
+    return TeacherStop(stop.teacher, stop.status, f"{said}; {cure}")
+
+
 async def _adopted(note: Note, by: _Collector) -> BatchState | None:
     "The batch of a note without an id, noted with it; None where there is none, or where that is not known."
     if not note.opened(by.ledger):  # given back, and killed before the note said so

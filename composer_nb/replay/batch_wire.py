@@ -207,7 +207,7 @@ class _Wire:
         key = teacher.api_key_env
         self._auth = _KeyHeader(key, *teacher.manners.key_header) if key else None
         self._client = httpx.AsyncClient(
-            auth=self._auth, headers=dict(teacher.manners.headers), trust_env=not teacher.is_local,
+            auth=self._auth, headers=dict(teacher.manners.headers), trust_env=teacher.trust_env,
             transport=teacher.transport, timeout=httpx.Timeout(wait, connect=min(10.0, wait / 3)))
 
     async def __aenter__(self) -> Self:

@@ -81,6 +81,8 @@ def _chosen(
             raise ValueError(f"{key!r} names {len(found)} open calls; `status` lists them")
         if _is_unread(ledger, found[0]) and not discard:
             raise ValueError("its answer is on disk, and a run reads it without paying; --discard drops it")
+        if found[0].batch and not discard:
+            raise ValueError("it is in a batch, whose answer `collect` brings; --discard ends it anyway")
         return found[:1], ""
     old = [one for one in calls if not one.batch and one.at and time.time() - one.at > 3600 * hours]
     unread = [] if discard else [one for one in old if _is_unread(ledger, one)]

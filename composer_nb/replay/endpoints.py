@@ -49,7 +49,17 @@ class TokenBucket:
             await asyncio.sleep(turn - now)
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c010-61bd63
-_GATEWAY = frozenset({408, 502, 504})  # may come from something between us and a model that has worked
+_BUSY = frozenset({500, 503, 529})  # refused before any work
+_GATEWAY = frozenset({408, 502, 504})  # a gateway gave up; some vendors say that this is free
+
+
+def _may_have_worked(status: int, manners: Manners) -> bool:
+    "Whether a status may come from something between us and a model that has worked."
+    return (status in _GATEWAY or status > 500) and status not in _BUSY and not (
+        status in _GATEWAY and manners.gateway_is_free
+    )
+
+
 _KEPT = ("date", "content-type", "content-length", "retry-after", "x-request-id", "cf-ray")  # of the headers
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c011-5cd541
@@ -189,7 +199,7 @@ class _Post:
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 await self._answer(client, content, facts, body)
-            if facts["status"] in _GATEWAY and not self.manners.gateway_is_free:
+            if _may_have_worked(facts["status"], self.manners):
                 facts["trouble"] = "lost"
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError):
             facts["trouble"] = "unreachable"
@@ -283,8 +293,10 @@ class Endpoint:
         attempts: list[Attempt] = []
         while True:
             attempts.append(await self._turn(content))
-            if keep is not None and (attempts[-1].status or attempts[-1].body):
-                await keep(attempts[-1])
+            last = attempts[-1]
+            counts = self.limits.retry_lost and last.state == "perhaps paid"  # a bill of its own, perhaps
+            if keep is not None and (last.status or last.body or counts):
+                await keep(last)
             if (pause := self.limits.pause(attempts, self.manners.was_free(attempts[-1]))) is None:
                 return attempts
             await asyncio.sleep(pause)

@@ -131,7 +131,7 @@ def _blocks(turn: Turn) -> list[Json]:
 # %% ../../nbs/replay/03_forms.ipynb #frm013
 def responses_body(request: TeacherRequest) -> Json:
     "The JSON body for OpenAI's Responses: messages, calls and results as items; nothing is stored there."
-    tools = [{"type": "function", **t, "strict": False} for t in _functions(request)]
+    tools = [{**t, "type": "function", "strict": False} for t in _functions(request)]
     body: Json = {"model": request.model, "input": [], "max_output_tokens": request.max_tokens}
     body |= {"store": False, "stream": False} | _set(temperature=request.temperature)
     body |= {"tools": tools, "tool_choice": "auto"} if tools else {}

@@ -9,7 +9,7 @@ import ipaddress
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,12 +27,20 @@ from composer_nb.replay.protocol import (
     teacher_messages,
 )
 from .received import Attempt, error_object
-from ..traces import Action, TraceState, content_text, message_action, parse_action
+from composer_nb.traces import (
+    Action,
+    TraceState,
+    content_text,
+    message_action,
+    parse_action,
+    without_thought,
+)
 
 _log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['OPENROUTER', 'same_model', 'RequestSettings', 'openrouter_routing', 'HTTPTeacher']
+__all__ = ['OPENROUTER', 'same_model', 'refuse_vendor_tools', 'RequestSettings', 'checked_url', 'is_this_machine',
+           'openrouter_routing', 'HTTPTeacher']
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c007-8bad1b
 _VARIANT = re.compile(r":(?:free|nitro|floor|online|extended|thinking|exacto|beta)$")
@@ -81,6 +89,13 @@ def _choice_action(payload: Mapping[str, Any]) -> tuple[Action | None, str]:
     if any(isinstance(call.arguments, str) for call in action.tool_calls):  # no object, or nested too deep
         return None, "invalid_call"
     return (action, "") if action else (None, "refusal" if message.get("refusal") else "empty")
+
+
+def _written(payload: Mapping[str, Any]) -> str:
+    "The text of a completion without its thought, where it spells calls; empty for native ones."
+    message = payload["choices"][0]["message"]
+    spelled = parse_action(content := content_text(message.get("content"))).tool_calls
+    return without_thought(content)[0] if spelled and not message_action(message).tool_calls else ""
 
 
 def _whole_action(message: Mapping[str, Any]) -> Action:
@@ -183,15 +198,24 @@ def _answered(last: Attempt, teacher: HTTPTeacher) -> dict[str, Any]:
     known = teacher.dialect.model_is_ours or model in teacher.accept_models
     if action and not (known or same_model(teacher.model, model)):
         action, reason = None, "other_model"
-    usage = _usage(told, teacher.price)
+    usage = _usage(told, teacher.price) | ({"written": _written(told)} if action else {})
     return {"action": action, "reason": reason, "model": model, "provider": provider, **usage}
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c016b-own
 _OWN_FIELDS = frozenset(
     "model messages tools max_tokens max_completion_tokens temperature seed stream n best_of models route "
     "plugins web_search_options service_tier previous_response_id conversation background container "
-    "mcp_servers cachedContent".split()
+    "mcp_servers cachedContent serviceTier speed inference_geo prediction".split()
 )
+def refuse_vendor_tools(tools: Iterable[Mapping[str, Any]]) -> None:
+    "Raises ValueError for a tool that is no function: the vendor runs it, at a price of its own."
+    for tool in tools:
+        function = tool.get("function", tool)
+        if tool.get("type", "function") != "function" or not isinstance(function.get("name"), str):
+            said = f"tool {json.dumps(tool, default=str)[:80]} is no function"
+            raise ValueError(f"{said}: a vendor's own tool has a price of its own; leave it out of the state")
+
+
 _OWN_ROUTING = ("enforce_distillable_text", "require_parameters", "max_price")
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c017-3a4c51
@@ -227,28 +251,32 @@ class RequestSettings:
         object.__setattr__(self, "options", options)
 
     def request(self, name: str, model: str, state: TraceState, endpoint: str = "") -> TeacherRequest:
-        "The question that a state puts to a teacher with these settings."
+        "The question that a state puts to a teacher so set up. Raises ValueError for a vendor's own tool."
         messages, tools = teacher_messages(state.messages, self.prompt), tuple(state.tools)
+        refuse_vendor_tools(tools)
         sampling = self.max_tokens, self.temperature, self.seed, self.options
         return TeacherRequest(name, model, messages, tools, *sampling, endpoint)
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c019-f45abe
-def _checked_url(base_url: str) -> httpx.URL:
+def checked_url(base_url: str) -> httpx.URL:
     "The URL; ValueError (which never repeats credentials) when it holds some or is no plain http(s) address."
-    url = httpx.URL(base_url)
-    if url.userinfo or url.query or url.fragment:
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL:  # it may quote what stands where a port belongs
+        raise ValueError("base_url cannot be read; it must look like 'https://host/v1'") from None
+    if "@" in base_url or url.userinfo or url.query or url.fragment:
         raise ValueError(
             "base_url holds credentials or a query; put the key into an environment variable and name it in "
             "api_key_env"
         )
     if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"base_url is {base_url!r}; it must look like 'https://host/v1'")
+        raise ValueError("base_url has no http(s) address in it; it must look like 'https://host/v1'")
     if url.scheme == "http" and f".{url.host}".endswith(".openrouter.ai"):
         raise ValueError("openrouter.ai is asked over https only: over http the key would travel in clear")
     return url
 
 
-def _is_local(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     "Whether the host is this machine."
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -326,6 +354,7 @@ class _Asking:
     settings: RequestSettings
     dialect: Dialect
     is_local: bool
+    trust_env: bool
     def __repr__(self) -> str:
         return f"HTTPTeacher({self.model!r}, {self.base_url!r}, name={self.name!r})"
 
@@ -371,8 +400,8 @@ class HTTPTeacher(_Asking):
 
     Further keywords are fields of `limits` and `settings`. `api_key_env`: variable that holds the key; at
     openrouter.ai OPENROUTER_API_KEY, elsewhere none unless named. `prices`: needed for a budget; an endpoint
-    on this machine and `:free` models cost nothing. `accept_models`: more names under which the endpoint may
-    report this model. Raises ValueError for a base_url with credentials.
+    on this machine without a key and `:free` models cost nothing. `accept_models`: more names under
+    which the endpoint may report this model. Raises ValueError for a base_url with credentials.
     """
 
     def __init__(
@@ -381,7 +410,10 @@ class HTTPTeacher(_Asking):
         limits: Limits | None = None, settings: RequestSettings | None = None,
         transport: httpx.AsyncBaseTransport | None = None, **flat: Any,
     ) -> None:
-        url = _checked_url(base_url)
+        url = checked_url(base_url)
+        if api_key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", api_key_env):
+            rule = "capitals, digits and _, such as OPENROUTER_API_KEY; the key itself belongs into it"
+            raise ValueError(f"api_key_env is not the name of an environment variable ({rule})")
         self.limits, self.settings = _grouped(flat, limits, settings)
         self.model, self.name, self.base_url = model, name or model, str(url).rstrip("/")
         self.dialect = dialect_of(self.settings.dialect, url.host)
@@ -389,12 +421,13 @@ class HTTPTeacher(_Asking):
         self.endpoint = self.dialect.endpoint(self.settings.endpoint or self.base_url)
         self.prices, self.accept_models, self.transport = prices, tuple(accept_models), transport
         self.concurrency = self.limits.concurrency
-        self.is_local, self.manners = _is_local(url.host), self.dialect.manners
+        self.manners, here = self.dialect.manners, is_this_machine(url.host)
+        self.is_local, self.trust_env = here and not api_key_env, not here
         at_openrouter = f".{url.host}".endswith(".openrouter.ai")
         self.api_key_env = api_key_env or ("OPENROUTER_API_KEY" if at_openrouter else None)
         self._endpoint = Endpoint(
             self.dialect.url(self.base_url, model), self.limits, self.api_key_env, transport=transport,
-            trust_env=not self.is_local, manners=self.manners,
+            trust_env=self.trust_env, manners=self.manners,
         )
 
     async def reply(self, request: TeacherRequest, keep: Keep | None = None) -> TeacherReply:

@@ -387,7 +387,7 @@ _TOKEN = 32  # bytes that a token may take: as it came and as it was read, each 
 
 def room_for(teacher: Any) -> int:
     "Bytes of the disk for what a call of a teacher may bring; none where nothing comes over a wire."
-    longest = _TOKEN * getattr(teacher, "max_tokens", 0)
+    longest = _TOKEN * getattr(getattr(teacher, "settings", teacher), "max_tokens", 0)
     return max(ROOM, (1 << 16) + longest) if hasattr(teacher, "read") else 0
 
 # %% ../../nbs/replay/10_ledger.ipynb #c025-bytes-b

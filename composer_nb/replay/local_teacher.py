@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .protocol import Prompt, TeacherReply, TeacherRequest, teacher_messages
-from ..traces import Message, TraceState, action_text, content_text, message_action, parse_action
+from composer_nb.traces import (
+    Message,
+    TraceState,
+    action_text,
+    content_text,
+    message_action,
+    parse_action,
+    without_thought,
+)
 
 # %% auto #0
 __all__ = ['Waiting', 'shows_tools', 'tools_as_text', 'Rendering', 'template_message', 'generate', 'LocalTeacher']
@@ -262,10 +270,12 @@ def _answers(teacher: LocalTeacher, requests: Sequence[TeacherRequest]) -> list[
     seconds, replies = time.monotonic() - start, []
     for i, (request, prompt) in enumerate(zip(requests, prompts)):
         ids, ended = outputs.get(i, ([], False))
-        action = parse_action(tokenizer.decode(ids, skip_special_tokens=True)) if ended else None
+        text = tokenizer.decode(ids, skip_special_tokens=True) if ended else ""
+        action = parse_action(text) if ended else None
+        written = without_thought(text)[0] if action and action.tool_calls else ""
         reason = "" if action else "context_length" if i not in outputs else "empty" if ended else "truncated"
         replies.append(TeacherReply(
             request.key, teacher.name, action or None, "ok" if action else "skipped", reason, teacher.model,
-            "local", len(prompt), len(ids), cost_usd=0.0, latency_s=seconds,
+            "local", len(prompt), len(ids), cost_usd=0.0, latency_s=seconds, written=written,
         ))
     return replies

@@ -27,7 +27,8 @@ __all__ = ['readable', 'Markup', 'joined', 'tag', 'one_line', 'left_out', 'text_
 # %% ../../nbs/replay/50_markup.ipynb #marku005b
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
-    r"\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
+    r"\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f"
+    r"\u034f\u17b4\u17b5\u180b-\u180d\u180f\u2800\ufe00-\ufe0e\U0001d173-\U0001d17a\U000e0100-\U000e01ef]"
 )
 _HEAP = re.compile(r"[^\w\s\x00-\u02ff]{6,}")
 

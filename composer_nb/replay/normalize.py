@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import importlib.util
 import inspect
 import json
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from ..batch import DPOPair
 from .consensus import TextJudge, exact
 from .pairs import extract_dpo_pairs
 from .protocol import Teacher
-from .runner import Replay, replay_trace
+from .runner import Replay, in_thread, replay_trace
 from ..traces import Message, TraceState, action_text, content_text, message_action
 
 # %% auto #0
@@ -421,10 +419,12 @@ def replay_and_normalize_trace_sync(
 ) -> list[NormalizedDPOPair]:
     """`replay_and_normalize_trace` for callers that do not await.
 
-    Also inside a running event loop, such as a notebook's.
+    Also inside a running event loop, such as a notebook's. An interrupt ends the calls; teachers are closed.
     """
-    context = contextvars.copy_context()
-    with ThreadPoolExecutor(1, thread_name_prefix="replay") as thread:
-        return thread.submit(
-            context.run, lambda: asyncio.run(replay_and_normalize_trace(states, teachers, **options))
-        ).result()
+    async def work() -> list[NormalizedDPOPair]:
+        try:
+            return await replay_and_normalize_trace(states, teachers, **options)
+        finally:
+            await asyncio.gather(*(teacher.aclose() for teacher in teachers))
+
+    return in_thread(work())

@@ -19,7 +19,7 @@ from .asking import read_anew
 from .baselines import asked_only
 from .consensus import Consensus, consensus
 from .dialects import DIALECTS
-from .http_teacher import HTTPTeacher
+from .http_teacher import HTTPTeacher, checked_url, is_this_machine
 from .ledger import Ledger
 from .local_teacher import LocalTeacher
 from .pairs import PairReport, consensus_table, extract_dpo_pairs
@@ -36,8 +36,8 @@ from composer_nb.traces import (
 )
 
 # %% auto #0
-__all__ = ['ReplayPlan', 'read_plan', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table', 'alone_table',
-           'consensus_of']
+__all__ = ['ReplayPlan', 'read_plan', 'refuse_other_seller', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table',
+           'alone_table', 'consensus_of']
 
 # %% ../../nbs/replay/50_plan.ipynb #planx006
 @dataclass(frozen=True)
@@ -111,15 +111,28 @@ def _check(path: Path, name: str, value: Any) -> None:
 
 def _price_file(path: Path, said: Mapping[str, Any]) -> dict[str, str]:
     named = said.get("prices", "")
-    return {"prices": named if named in ("", "genai") else str(path.parent / named)}
+    return {"prices": named if named in ("", "genai") else str(path.parent / Path(named).expanduser())}
 
 # %% ../../nbs/replay/50_plan.ipynb #planx011
 def _prices(plan: ReplayPlan, told: Mapping[str, Any]) -> Prices:
-    "The price list for a teacher: with genai that of the vendor whose dialect it speaks."
+    """The price list for a teacher: with genai that of the vendor whose dialect it speaks. Raises ValueError
+    for a seller whose prices are in none of ours."""
+    spoken = DIALECTS.get(told.get("dialect", ""))
+    vendor = spoken.prices if spoken and plan.prices == "genai" else ""
+    known = spoken or not told.get("dialect")
+    if plan.prices in ("", "genai") and not vendor and known and "base_url" in told:
+        refuse_other_seller(told["base_url"])
     if plan.prices != "genai":
         return Prices.load(plan.prices or None)
-    spoken = DIALECTS.get(told.get("dialect", ""))
-    return Prices.from_genai((spoken and spoken.prices) or "openrouter")
+    return Prices.from_genai(vendor or "openrouter")
+
+
+def refuse_other_seller(base_url: str) -> None:
+    "Raises ValueError for an address that is neither OpenRouter's, whose prices the list has, nor here."
+    host = checked_url(base_url).host
+    if not (is_this_machine(host) or f".{host}".endswith(".openrouter.ai")):
+        said = f"{host} is not OpenRouter, whose prices this list has"
+        raise ValueError(f"{said}: name a file with its prices, or a dialect with prices: genai")
 
 
 def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
@@ -133,6 +146,8 @@ def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
             _check_teacher(told)
             local = "local" in told
             found.append(_local(dict(told), weights) if local else _remote(dict(told), _prices(plan, told)))
+        except OSError as error:
+            raise ValueError(f"teacher {number}: {error.filename}: {error.strerror}") from error
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"teacher {number}: {error}") from error
     return found
@@ -211,10 +226,15 @@ def recorded(
         for state in sent:
             if not allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
                 continue
-            reply = ledger.find(request := teacher.request(state))
+            row["questions"] += 1
+            try:
+                request = teacher.request(state)
+            except ValueError:  # as in a replay, which asks nothing then
+                row["skipped"] += 1
+                continue
+            reply = ledger.find(request)
             reply = reply and read_anew(teacher, request, reply, ledger)
             replies[state.state_id][teacher.name] = reply
-            row["questions"] += 1
             if reply is not None and reply.action is not None and reply.outcome == "ok":
                 actions[state.state_id][teacher.name] = reply.action
             row["actions"] += teacher.name in actions[state.state_id]

@@ -103,7 +103,9 @@ def _parsed(text: str, name: str) -> tuple[str, str, dict[str, Price]]:
 
 
 def _openrouter_price(texts: Mapping[str, str]) -> Price | None:
-    "The price of one entry; None for a router, whose prices are negative."
+    "The price of one entry; None for a router, whose prices are negative, and without both prices."
+    if any(texts.get(name) in (None, "") for name in ("prompt", "completion")):
+        return None
     names = ("prompt", "completion", "internal_reasoning", "request")
     prompt, completion, thinking, request = (float(texts.get(name) or 0) for name in names)
     if min(prompt, completion, thinking, request) < 0:

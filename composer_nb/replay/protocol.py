@@ -61,7 +61,7 @@ class TeacherReply:
 
     `cost_usd`: what the endpoint charged, else tokens times the price; None when nobody knows, and then the
     reserved worst case counts. `latency_s`: seconds of the last attempt. `model`, `provider`: as the endpoint
-    said.
+    said. `written`: what the model wrote, without its thought, where calls were read out of its text.
     """
 
     key: str
@@ -78,6 +78,7 @@ class TeacherReply:
     cost_usd: float | None = None
     latency_s: float = 0.0
     attempts: int = 1
+    written: str = ""
 
     def to_record(self) -> dict[str, Any]:
         "The reply as plain JSON values."

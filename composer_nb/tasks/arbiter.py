@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .collect import said_by
 from .contract import Episode, EpisodeLost, TaskFamily
-from ..traces import Action, TraceState, action_text
+from ..traces import Action, TraceState
 
 # %% auto #0
 __all__ = ['again', 'EpisodeArbiter']
@@ -64,6 +65,6 @@ class EpisodeArbiter:
         try:
             episode = self.family.episode(task)
             here = again(episode, state.messages)
-            return float(episode.step(action_text(action)).right) if here else None
+            return float(episode.step(said_by(action)).right) if here else None
         except EpisodeLost:
             return None

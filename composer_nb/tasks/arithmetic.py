@@ -20,7 +20,7 @@ from .files.generator import split_of, words_of
 # %% auto #0
 __all__ = ['Operation', 'PEOPLE', 'THINGS', 'SAID', 'DOES', 'FINAL', 'LONGEST', 'FORM', 'STEPS', 'ANSWER', 'ASK', 'SHOWN', 'Step',
            'Problem', 'applied', 'make_problem', 'make_problems', 'number_of', 'gsm8k_problem', 'load_gsm8k',
-           'Equation', 'tokens_of', 'value_of', 'equations_in', 'Marked', 'marked', 'misstated', 'worked',
+           'Equation', 'tokens_of', 'value_of', 'equations_in', 'Marked', 'marked', 'misstated', 'worked', 'plain',
            'other_example', 'arithmetic_hints', 'facts_of', 'ArithmeticEpisode', 'Arithmetic']
 
 # %% ../../nbs/tasks/30_arithmetic.ipynb #ar000006
@@ -121,7 +121,7 @@ def make_problems(
     return [make_problem(split, steps[number % len(steps)], seed, number) for number in range(count)]
 
 # %% ../../nbs/tasks/30_arithmetic.ipynb #ar000011
-FINAL = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
+FINAL = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)(?![\d,.]*[ \t]*[-+*/×·÷^x][ \t]*[\d$(])")
 _MARKED = re.compile(r"<<([^<>=]{1,100})=([^<>=]{1,40})>>")
 
 
@@ -139,7 +139,7 @@ def gsm8k_problem(id: str, question: str, answer: str) -> Problem:
     steps = []
     for left, right in _MARKED.findall(answer):
         value, operands = number_of(right), re.split(r"([-+*/])", left.replace(" ", ""))
-        if value is not None and len(operands) == 3 and all(map(number_of, (operands[0], operands[2]))):
+        if value is not None and len(operands) == 3 and None not in map(number_of, operands[::2]):
             steps.append(Step(operands[1], number_of(operands[0]), number_of(operands[2]), value))
     return Problem(id, question, tuple(steps), number_of(found[-1]))
 
@@ -294,19 +294,27 @@ def misstated(answers: Sequence[str]) -> list[list[str]]:
     """
     (text,) = answers
     head = text[: text.index("####")]
-    wrong = [f"{text}1", text.replace("####", "So"), head, text[: len(text) // 3], f"{text}.5"]
+    wrong = [f"{text}1", text.replace("####", "So"), head, text[: len(text) // 3], f"{text}.5", f"{text} / 2"]
     return [[one] for one in wrong]
 
 
 def worked(problem: Problem) -> str:
     "The solution as the model should write it."
-    lines = [f"{step.left} {step.operation} {step.right} = {step.value}" for step in problem.steps]
-    return "\n".join([*lines, f"#### {problem.answer}"])
+    lines = [
+        f"{plain(step.left)} {step.operation} {plain(step.right)} = {plain(step.value)}"
+        for step in problem.steps
+    ]
+    return "\n".join([*lines, f"#### {plain(problem.answer)}"])
+
+
+def plain(value: Fraction) -> str:
+    "Whole, or as a decimal."
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def other_example(problem: Problem) -> str:
     "A solved problem of the same operations that shares no number with this one; empty where there is none."
-    held = {str(n) for step in problem.steps for n in (step.left, step.right, step.value)}
+    held = {plain(n) for step in problem.steps for n in (step.left, step.right, step.value)}
     operations = [step.operation for step in problem.steps]
     for number in range(1000):
         rng = random.Random(f"example {operations} {number}")
@@ -388,7 +396,7 @@ class Arithmetic:
         return [worked(task)]
 
     def secrets(self, task: Problem) -> list[list[Any]]:
-        return [[str(task.answer), *(str(step.value) for step in task.steps)]]
+        return [[plain(task.answer), *(plain(step.value) for step in task.steps)]]
 
     def tools(self, task: Problem) -> list[dict[str, Any]]:
         return []

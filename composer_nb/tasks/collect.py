@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -56,16 +57,22 @@ class Played:
 Ask = Callable[[TeacherRequest], Awaitable[TeacherReply]]
 
 
-def said_by(action: Action) -> str:
-    "An answer as text: what was written, or the calls that were made; several of them as a list."
+def said_by(action: Action, written: str = "") -> str:
+    "An answer as text: as it was written, or the calls that were made; several of them as a list."
+    if written:
+        return written
     made = [{"name": call.name, "arguments": call.arguments} for call in action.tool_calls]
     return json.dumps(made[0] if len(made) == 1 else made) if made else action.text
 
 # %% ../../nbs/tasks/50_collect.ipynb #co00018b
+_log = logging.getLogger(__name__)
+
+
 async def answered_by(
     teacher: Teacher, episode: Episode, key: str, limit: int = 64, ask: Ask | None = None
 ) -> Played | None:
-    """Play to the end, at most `limit` answers; None where the budget of `ask` cannot bear the next one.
+    """Play to the end, at most `limit` answers; None where the budget of `ask` cannot bear the next one, or
+    the episode's world is lost.
 
     `ask` takes the place of `teacher.reply`. Raises TeacherStop when the teacher cannot answer anybody.
     """
@@ -82,12 +89,12 @@ async def answered_by(
         if reply.action is None:
             skipped = reply.reason or "no answer"
             break
-        text = said_by(reply.action)
+        text = said_by(reply.action, reply.written)
         try:
             episode.step(text)
-        except EpisodeLost as error:
-            skipped = str(error)
-            break
+        except EpisodeLost as error:  # no fault of the model, so nothing to keep
+            _log.warning("%s is not done, its world was lost: %s", key, error)
+            return None
         said = [*said, {"role": "assistant", "content": text}]
     else:
         skipped = "" if episode.done else f"not done after {limit} answers"
@@ -202,7 +209,8 @@ def collect(
         ended = in_thread(play_all(teacher, family, waiting, place, **told))
     done |= {one.key: one for one in ended}
     if left := sum(name not in done for name, _ in named):
-        cure = f"raise ceiling_usd={ceiling_usd}; what was answered is not paid again"
+        cure = "run again where a world was lost; what was answered is not paid again"
+        cure = cure if ceiling_usd is None else f"raise ceiling_usd={ceiling_usd}, or {cure}"
         raise TeacherStop(teacher.name, None, f"{left} of {len(named)} episodes are not done: {cure}")
     return [done[name] for name, _ in named]
 

@@ -27,7 +27,7 @@ from composer_nb.tasks.tool_calls import (
 
 # %% auto #0
 __all__ = ['Object', 'KINDS', 'UNDRAWN', 'LONGEST', 'HintKind', 'Rule', 'arguments_of', 'with_arguments', 'rules_of', 'obeyed',
-           'undone', 'read_object', 'HouseTurn', 'answered', 'house_hints', 'HouseEpisode', 'HouseRules']
+           'undone', 'read_object', 'HouseTurn', 'answered', 'house_hints', 'HouseEpisode', 'answerable', 'HouseRules']
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000007
 Object = dict[str, Any]
@@ -411,6 +411,12 @@ class HouseEpisode:
         return Outcome(self.turn.exact, {"graded": self.turn.reward}, (self._said,))
 
 # %% ../../nbs/tasks/20_house_rules.ipynb #hr000031
+def answerable(question: ToolQuestion, rules: Sequence[Rule]) -> bool:
+    "Whether a right call can keep the rules: one that adds an argument must not take the place of another."
+    call = reference_call(question)
+    return grade(call, question).exact and undone(obeyed(call, rules), rules) == (call, [])
+
+
 @dataclass(frozen=True)
 class HouseRules:
     "Questions of *Tool calls* under `rules`; `partial` credits an answer that keeps some of them."
@@ -420,10 +426,10 @@ class HouseRules:
     name: str = "house_rules"
 
     def tasks(self, split: Literal["train", "heldout"], count: int, seed: int = 0) -> list[ToolQuestion]:
-        """Questions whose reference the checker accepts, shuffled by seed; ValueError when there are not so
-        many.
+        """Questions whose reference the checker accepts, as it is and under the rules, shuffled by seed;
+        ValueError when there are not so many.
         """
-        whole = [q for q in load_questions() if grade(reference_call(q), q).exact]
+        whole = [q for q in load_questions() if answerable(q, self.rules)]
         part = split_by_function(whole)[split == "heldout"]
         if count > len(part):
             raise ValueError(f"{count} tasks asked for, and {split} has {len(part)}")

@@ -150,7 +150,10 @@ def assigned(form: Form, words: Sequence[tuple[str, str]], schema: Mapping[str, 
                 raise ValueError(f"{quoted_name(word)} is not understood here")
             name, word = form.redirect, _next(left, word)
         elif kind == "word" and word in form.switches:
-            arguments |= [form.switches[word]]
+            name, value = form.switches[word]
+            if name in arguments:
+                raise ValueError(f"{name} is given twice")
+            arguments[name] = value
             continue
         elif kind == "word" and word in form.valued:
             name, word = form.valued[word], _next(left, word)

@@ -148,7 +148,8 @@ def _arguments_sentence(parameters: Mapping[str, Any]) -> str:
 
 
 def hint_for(question: ToolQuestion, grade: Grade) -> str:
-    """Short hint for a failed answer: the error, then names and types from the context; "" when exact."""
+    """Short hint for a failed answer: the error (left out where no call was read), then names and types from
+    the context; "" when exact."""
     if grade.exact:
         return ""
     unread = grade.error_kind in ("not_json", "missing_key")

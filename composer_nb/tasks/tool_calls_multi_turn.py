@@ -129,7 +129,7 @@ def _written(found: Any) -> str:
     return str(found)
 
 # %% ../../nbs/tasks/40_leaderboard_turns.ipynb #lt0000c1
-LARGEST = {"precision": 1000, "exponent": 1000}  # what costs time without end: digits, and powers
+LARGEST = {"precision": 1000, "exponent": 1000, "decimal_places": 1000}  # digits and powers cost time
 LARGEST_NUMBER = 1e100
 LONGEST = 20_000  # characters of a tool's answer that are kept
 

@@ -43,6 +43,7 @@ from composer_nb.traces.state import (
     state_record,
     tool_call,
     vendor_of,
+    without_thought,
 )
 from composer_nb.traces.result_text import failure_in, with_result_failures
 from composer_nb.traces.tools import builtin_tools, misfits, with_tools
@@ -99,4 +100,5 @@ __all__ = [
     "vendor_of",
     "with_result_failures",
     "with_tools",
+    "without_thought",
 ]

@@ -60,7 +60,8 @@ def _answered(messages: list[Message], skipped: Counter[str]) -> list[Message]:
         if message["role"] == "tool":
             open_ = [id for id in open_ if id != message["tool_call_id"]]
         else:
-            skipped["call without a result, stands as aborted"] += len(open_)
+            if open_:
+                skipped["call without a result, stands as aborted"] += len(open_)
             whole += [{"role": "tool", "tool_call_id": id, "content": ABORTED} for id in open_]
             open_ = [call["id"] for call in message.get("tool_calls", ())]
         whole.append(message)

@@ -19,8 +19,8 @@ Message = dict[str, Any]
 
 # %% auto #0
 __all__ = ['Message', 'NESTED', 'LATE_THOUGHT', 'ToolCall', 'Action', 'tool_call', 'ToolFailure', 'vendor_of', 'TraceState',
-           'action_message', 'message_action', 'content_text', 'action_text', 'parse_action', 'state_record',
-           'record_state', 'save_states', 'load_states']
+           'action_message', 'message_action', 'content_text', 'action_text', 'without_thought', 'parse_action',
+           'state_record', 'record_state', 'save_states', 'load_states']
 
 # %% ../../nbs/data/02_traces.ipynb #c007-037696
 @dataclass(frozen=True)
@@ -253,12 +253,17 @@ LATE_THOUGHT = re.compile(r"\A((?:(?!<think).)*?)\n[ \t]*</think(?:ing)?>[ \t]*(
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 
 
-def parse_action(text: str) -> Action:
-    "The action that a sampled text spells. What is not a readable call stays text, so nothing is lost."
+def without_thought(text: str) -> tuple[str, str]:
+    "A sampled text without its thought, and the thought."
     late = LATE_THOUGHT.match(text)  # its opening tag was in the prompt
     thoughts, text = ([late[1]], text[late.end():]) if late else ([], text)
     thinking = "\n".join(found.strip() for found in [*thoughts, *_THOUGHT.findall(text)])
-    text = _THOUGHT.sub("", text).strip()
+    return _THOUGHT.sub("", text).strip(), thinking
+
+
+def parse_action(text: str) -> Action:
+    "The action that a sampled text spells. What is not a readable call stays text, so nothing is lost."
+    text, thinking = without_thought(text)
     if bare := _text_call(_FENCE.sub(r"\1", text)):
         return Action("", (bare,), thinking)
     calls: list[ToolCall] = []

@@ -191,7 +191,8 @@ def _with_system(state: TraceState, system: str) -> TraceState:
 # %% ../../nbs/data/09_tools.ipynb #tools015
 def misfits(action: Action, tools: Sequence[Schema], inferred: Iterable[str] = ()) -> list[str]:
     "Why an action's calls do not fit the `tools` on offer, a line for each fault; none where none are."
-    known = {name_of(tool): tool.get("function", tool) for tool in tools}
+    functions = (tool.get("function", tool) for tool in tools)  # a vendor's own tool may have no name
+    known = {one["name"]: one for one in functions if isinstance(one.get("name"), str)}
     found, guessed = [], set(inferred)
     for call in action.tool_calls if known else ():
         if call.name not in known:

@@ -153,8 +153,10 @@ class ScheduleOptions:
         for name in ("alpha", "beta"):
             require_choice(self, f"{name}_schedule", get_args(Schedule))
             require(self, f"{name}_until", 0.0, 1.0, "a share of the run, above 0", open_low=True)
-            if getattr(self, f"{name}_schedule") == "constant" and getattr(self, f"{name}_until") != 1.0:
-                raise ValueError(f"{name}_until has no effect with {name}_schedule='constant'")
+            end = getattr(self, f"{name}_until")
+            if getattr(self, f"{name}_schedule") == "constant" and end != 1.0:
+                said = f"{name}_until={end} has no effect with {name}_schedule='constant'"
+                raise ValueError(f"{said}: set 'linear' or 'cosine', or leave it out")
         require_choice(self, "taid_schedule", ("none", "linear", "adaptive"))
         require(self, "pairs_per_step", 1, math.inf, "at least one pair, or None", none=True)
         for name in ("grad_norm_steps", "dark_steps"):
@@ -205,7 +207,8 @@ class ComposerConfig(
 # %% ../../nbs/training/30_configuration.ipynb #idlecfg0
 # Parts of TRL's loss that move the policy without any advantage, and their value where they are off.
 _WITHOUT_ADVANTAGE = {
-    "beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}  # fmt: skip
+    "beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0,
+    "policy_loss": "trl"}  # fmt: skip
 
 
 def refuse_idle_rows(args: ComposerConfig) -> None:

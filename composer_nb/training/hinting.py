@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -220,15 +221,15 @@ class LiftTrainer(FeedbackTrainer):
         options = {"generation_config": self.generation_config}
         views = [self._mixed(view) for view in views]
         lift = teacher_lift(batch, *views, self._fresh_reward, pad, self.accelerator.device, **options)
-        self._lifts = (*self._lifts[-2:], lift)
+        self._lifts = (*self._lifts[-2:], lift) if math.isfinite(lift) else self._lifts
         self._next_lift = self.state.global_step + self.args.lift_steps
         self._record(sdpo__lift=lift)
         if len(self._lifts) == 3 and sum(self._lifts) <= 0:
-            said = "the hint has shown no lift in its last three measurements"
+            said = f"the hint's mean lift over its last three measurements is {sum(self._lifts) / 3:.3g}"
             self.report.tell("lift", f"{said}: a hint without lift cannot teach; lower alpha_sdpo")
 
     def _fresh_reward(self, rows: Sequence[int], answers: Sequence[list[int]]) -> Tensor:
-        return fresh_reward(self, rows, answers).nan_to_num(nan=0.0)
+        return fresh_reward(self, rows, answers)
 
     @contextlib.contextmanager
     def _mixed(self, view: AbstractContextManager[Any]) -> Iterator[nn.Module]:

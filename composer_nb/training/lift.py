@@ -58,7 +58,8 @@ def teacher_lift(
     """Mean reward of fresh answers with the hint minus without, on the hinted rows of `batch`.
 
     `teacher` and `student` are context managers of modules, `reward(rows, answers)` gives one number for
-    each. The caller's random state is left as it was.
+    each. Answers without a reward (NaN) stay out; NaN where a side has none. The caller's random state is
+    left as it was.
     """
     rows, hinted, bare = contexts_of(batch)
     means = []
@@ -66,5 +67,5 @@ def teacher_lift(
         for view, contexts in ((teacher, hinted), (student, bare)):
             with view as module:
                 answers = sampled_answers(module, contexts, pad_id, **options)
-            means.append(float(reward(rows, answers).float().mean()))
+            means.append(float(reward(rows, answers).float().nanmean()))
     return means[0] - means[1]

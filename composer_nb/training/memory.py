@@ -28,8 +28,9 @@ from composer_nb.training.activations import (
     positions_of,
     prompt_positions,
 )
-from .command import RunOptions, questions_of
+from .command import RunOptions, pairs_at, questions_of
 from .config import ComposerConfig
+from .pairs import as_pairs
 from .sharing import TILE
 
 # %% auto #0
@@ -365,7 +366,8 @@ def step_memory(
 
 # %% ../../nbs/training/44_memory.ipynb #mem-run
 def run_memory(options: RunOptions, args: ComposerConfig, device: str | None = None) -> MemoryTable:
-    """The table of a run from a file: the longest of its prompts (tokens), the longest hint, no pairs.
+    """The table of a run from a file: the longest of its prompts (tokens), the longest hint, and
+    the longest reply of its pairs, if it names some.
 
     Raises ValueError where no training question is left, and what `step_memory` raises.
     """
@@ -381,4 +383,8 @@ def run_memory(options: RunOptions, args: ComposerConfig, device: str | None = N
     prompts = [x["input_ids"] for x in made]
     common = len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0
     longest = max(map(len, prompts)), max(map(len, hints))
-    return step_memory(model, args, prompt=longest[0], hint=longest[1], common=common, device=device)
+    pairs = as_pairs(pairs_at(options.pairs) or ())
+    sides = [side for one in pairs for side in (one.chosen, one.rejected)]
+    pair = max((len(ids) + 1 for ids in tokenizer(sides)["input_ids"]), default=0) if sides else 0
+    sizes = {"prompt": longest[0], "hint": longest[1], "pair": pair, "common": common}
+    return step_memory(model, args, **sizes, device=device)

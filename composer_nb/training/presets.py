@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,11 +34,13 @@ def with_length_penalty(
     """A reward function less `weight * length_penalty(effort(completion_ids))`; `effort` is the number of
     tokens by default.
 
-    Unscorable answers (None) stay so. Raises ValueError for a weight that is not finite or negative, and
-    as `length_penalty` does.
+    Unscorable answers (None) stay so. Raises ValueError for a weight that is negative or not finite, and
+    as `length_penalty` does, TypeError for an async `reward_func`.
     """
     if not 0 <= weight < float("inf"):
         raise ValueError(f"weight is {weight}; it must be finite and not negative")
+    if inspect.iscoroutinefunction(reward_func):
+        raise TypeError(f"{reward_func.__name__} is async: take the penalty off inside it")
     length_penalty(0.0, k=k, q=q)
 
     @functools.wraps(reward_func)

@@ -37,7 +37,7 @@ from .seams import require_seams
 from .turn_credit import refuse_silent_turns
 
 # %% auto #0
-__all__ = ['TRL_KEYWORDS', 'settings_of', 'unread', 'tell_unread', 'teacher_of', 'pairs_of', 'ChannelSetup']
+__all__ = ['TRL_KEYWORDS', 'settings_of', 'unread', 'tell_unread', 'old_logprobs_kept', 'teacher_of', 'pairs_of', 'ChannelSetup']
 
 # %% ../../nbs/training/39_setup.ipynb #229d3b6c
 TRL_KEYWORDS = frozenset(
@@ -104,13 +104,23 @@ def unread(args: ComposerConfig, hints: bool, teacher: bool, pairs: bool) -> dic
             found[needs] = given
     return found
 
-
+# %% ../../nbs/training/39_setup.ipynb #st000009b
 def tell_unread(trainer: ChannelSetup) -> None:
     "One warning for each thing that a run lacks and that options were set for."
     args, teacher = trainer.args, trainer.teacher is not None
     lacking = unread(args, teacher and args.alpha_sdpo > 0, teacher, bool(trainer.pairs))
     for needs, given in lacking.items():
         warnings.warn(f"{', '.join(given)}: read by nothing in this run; it needs {needs}", stacklevel=3)
+    if teacher and (args.sdpo_is_cap or 0) >= 1 and not old_logprobs_kept(args):
+        said = f"sdpo_is_cap={args.sdpo_is_cap}: tokens are learned by the weights that sampled them"
+        more = "it acts with num_iterations or steps_per_generation above one step's"
+        warnings.warn(f"{said}, so every importance weight is 1; {more}", stacklevel=3)
+
+
+def old_logprobs_kept(args: ComposerConfig) -> bool:
+    "Whether TRL keeps the log-probabilities of sampling: where weights move between sampling and learning."
+    moved = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+    return moved or (args.use_vllm and args.vllm_importance_sampling_correction)
 
 # %% ../../nbs/training/39_setup.ipynb #2dd2029d
 def teacher_of(trainer: ChannelSetup) -> SelfTeacher | None:

@@ -111,7 +111,7 @@ def refuse_shards(accelerator: Any, args: Any, model: nn.Module, hints: bool = T
         if getattr(args, name):
             raise ValueError(f"{name}={getattr(args, name)} does not run under FSDP: set {name}=0")
     trained = [p.dtype for p in model.parameters() if p.requires_grad]
-    by_name = hasattr(model, "disable_adapter") or torch.float32 not in trained
+    by_name = hasattr(model, "disable_adapter") or any(d in (torch.float16, torch.bfloat16) for d in trained)
     if hints and args.teacher == "ema" and by_name:
         raise ValueError(
             "teacher='ema' with adapters or 16-bit weights does not run under FSDP: use teacher='live', "

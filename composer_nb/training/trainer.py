@@ -155,7 +155,7 @@ def why_dark(feedback_func: Any, pairs: Sequence[Any], hint_mode: str = "distil"
     if hint_mode == "verified":
         silent = "no re-take passed, or every group had a success (see sdpo/dry_groups and sdpo/retakes)"
     if hint_mode == "gated":
-        silent = "no kind of hint has shown a gain yet, or no re-take scored higher (see sdpo/gate_gain)"
+        silent = "no kind of hint has shown a gain yet, or no re-take scored higher (see sdpo/gain/<kind>)"
     missing = "no preference_dataset was given"
     return {
         "sdpo": "no feedback_func was given" if feedback_func is None else silent,
@@ -181,8 +181,8 @@ class ScheduledTrainer(ReportedTrainer):
         return self.args.loss_config(progress, None if self.taid is None else self.taid.t)
 
     def _move_taid(self, line: dict[str, float]) -> None:
-        "Once per optimizer step that compared tokens; a loss that is no number moves nothing."
-        if self.taid is not None and line.get("sdpo__tokens", 0) > 0 and math.isfinite(line["sdpo__loss"]):
+        "Once per optimizer step that compared tokens; a loss that is zero or no number moves nothing."
+        if self.taid is not None and line.get("sdpo__tokens", 0) > 0 and 0 < line["sdpo__loss"] < math.inf:
             self.taid.update_t(line["sdpo__loss"], global_step=self.state.global_step)
             self._record(sdpo__taid_t=self.taid.t)
 

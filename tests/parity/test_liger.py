@@ -209,6 +209,7 @@ def test_an_empty_reply_is_nan_there_and_zero_here() -> None:
     case.target[1] = IGNORE_INDEX
     assert liger_simpo(case, *case.policy, beta=2.0)[0].isnan()
     assert our_simpo(case, *case.policy).losses.isfinite().all()
+    assert reply_logprobs(*case.policy, case.target, average=True)[0][1] == 0
 
 
 # --- policy ----------------------------------------------------------------------------------------

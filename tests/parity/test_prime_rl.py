@@ -97,7 +97,7 @@ def test_factors_of_pairs_are_those_worked_out_by_hand(name: str) -> None:
     ]
     refs = [(-1.0, -2.0), (-0.5, -0.7), (-3.0, -0.1)]
     found = pair_weights(scores, CASES[name], refs if name == "dpo" else [])
-    for ours, expected in zip(found, closed(scores, CASES[name], refs)):
+    for ours, expected in zip(found, closed(scores, CASES[name], refs), strict=True):
         for side in (0, 1):
             assert ours[side] == pytest.approx(expected[side], rel=1e-6)
 
@@ -158,12 +158,13 @@ def test_another_temperature_is_refused_and_what_is_too_long_is_left_out(caplog:
 
 
 @pytest.mark.parametrize(
-    ("hints", "preferences"),
-    [({"alpha_sdpo": 0.1}, {}), ({"alpha_sdpo": -1.0}, {}), ({}, {"beta_replay": math.nan}),
-     ({}, {"dpo_variant": "simpo", "replay_dpo_beta": 9.0, "beta_replay": 0.1})],
+    ("hints", "preferences", "says"),
+    [({"alpha_sdpo": 0.1}, {}, "sampled tokens alone"), ({"alpha_sdpo": -1.0}, {}, "^alpha_sdpo=-1.0"),
+     ({}, {"beta_replay": math.nan}, "^beta_replay=nan"),
+     ({}, {"dpo_variant": "simpo", "replay_dpo_beta": 9.0, "beta_replay": 0.1}, "^replay_dpo_beta=9.0")],
 )  # fmt: skip
-def test_options_without_sense_or_effect_are_refused(hints: Any, preferences: Any) -> None:
-    with pytest.raises(ValueError, match=r"."):
+def test_options_without_sense_or_effect_are_refused(hints: Any, preferences: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         check_options(HintOptions(**hints), PreferenceOptions(**preferences))
 
 
@@ -186,6 +187,7 @@ def test_it_runs_or_says_why_not(tmp_path: Path) -> None:
     run_in(environment, ["-W", "ignore", "-m", "composer_nb.drills.prime_rl_run", str(tmp_path)])
     told = json.loads((tmp_path / "prime.json").read_text())
     assert told["commit"] == ENVIRONMENTS["prime_rl"].source.commit == TOLD["commit"]
+    assert told["cases"].keys() == CASES.keys()
     for name, case in told["cases"].items():
         assert case["gradient_off"] < 1e-6, name
         assert case["counts"] == TOLD["cases"][name]["counts"]
