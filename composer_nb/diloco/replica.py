@@ -76,10 +76,8 @@ class Exchange:
         )  # raises for a period that they do not divide
         self.interval = self.config.sync_every // self.n_fragments
         self.local = LocalModel(params, rendezvous.fragments, rendezvous.state)
-        poll_s, options = (
-            self.config.poll_s or min(0.25, rendezvous.lease_s / 40),
-            self.config.compression_options,
-        )
+        poll_s = self.config.poll_s or min(0.25, rendezvous.lease_s / 40)
+        options = self.config.compression_options
         self.sync = SyncThread(rendezvous, poll_s=poll_s, compression_options=options)
         self.sync.health.watched = self.config.live == "table"
         self.steps, self.since_sent, self.begun, self.resumed = 0, 0, time.monotonic(), -1

@@ -126,6 +126,18 @@ def _scored(logits: Tensor, labels: Tensor | None, mask: Tensor | None, sample_m
         scored &= sample_mask.bool().unsqueeze(-1)
     return scored
 
+
+def _refuse_misfits(
+    options: DivergenceOptions, token_clip: float | None, weight: Tensor | None, scored: Tensor
+) -> None:
+    "Raises ValueError for weights of another shape, and a cap on what is no divergence."
+    for name, other in (("old_logprobs", options.old_logprobs), ("weight", weight)):
+        if other is not None and other.shape != scored.shape:
+            raise ValueError(f"{name} {tuple(other.shape)} must have shape {tuple(scored.shape)}")
+    if token_clip is not None and options.sampled:
+        rule = "caps a divergence, and the sampled-token estimator's values are none: leave it out"
+        raise ValueError(f"token_clip={token_clip} {rule}")
+
 # %% ../../nbs/kernels/03_divergence.ipynb #e3be4931
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DivergenceOptions:
@@ -203,16 +215,11 @@ def generalized_jsd_loss(
     chosen = replace(options or DivergenceOptions(), **keywords)
     _check_logits(student_logits, teacher_logits, temperature)
     scored = _scored(student_logits, labels, mask, chosen.sample_mask)
-    for name, other in (("old_logprobs", chosen.old_logprobs), ("weight", weight)):
-        if other is not None and other.shape != scored.shape:
-            raise ValueError(f"{name} {tuple(other.shape)} must have shape {tuple(scored.shape)}")
+    _refuse_misfits(chosen, token_clip, weight, scored)
     s = gather_rows(student_logits, scored) / temperature
     t = gather_rows(teacher_logits.detach(), scored) / temperature
     ids = None if labels is None else labels[scored]
     per_token = _row_divergence(s, t, ids, beta, chosen)
-    if token_clip is not None and chosen.sampled:
-        rule = "caps a divergence, and the sampled-token estimator's values are none: leave it out"
-        raise ValueError(f"token_clip={token_clip} {rule}")
     if token_clip is not None:
         per_token = per_token.clamp(max=token_clip)
     if chosen.is_cap is not None:

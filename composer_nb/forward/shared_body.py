@@ -129,7 +129,7 @@ def prefilled(
     calls.add(common + len(first) * (ids.shape[1] - common), ids.numel())
     return output
 
-
+# %% ../../nbs/kernels/12_shared_body.ipynb #odd-prompt
 def _odd_prompt(options: dict[str, Any]) -> str:
     "What a row's tokens alone do not say, such as images; empty when there is nothing."
     settings = (bool, int, float, str, type(None))

@@ -83,7 +83,7 @@ def as_prepared(lm: nn.Module) -> Iterator[None]:
     finally:
         lm.forward = wrapped
 
-
+# %% ../../nbs/kernels/09_forward.ipynb #check-head
 @torch.no_grad()
 def _check_head(lm: nn.Module) -> bool:
     "Compare both ways in eval mode (dropout off)."

@@ -104,6 +104,10 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
+    def keeps(self, last: Attempt) -> bool:
+        "Whether an attempt is written down: what brought something, and what may have a bill of its own."
+        return bool(last.status or last.body) or (self.retry_lost and last.state == "perhaps paid")
+
     def pause(self, attempts: Sequence[Attempt], free: bool = False) -> float | None:
         "Seconds until the next attempt; None when there is none. `free`: the last one cost nothing."
         last = attempts[-1]
@@ -293,10 +297,8 @@ class Endpoint:
         attempts: list[Attempt] = []
         while True:
             attempts.append(await self._turn(content))
-            last = attempts[-1]
-            counts = self.limits.retry_lost and last.state == "perhaps paid"  # a bill of its own, perhaps
-            if keep is not None and (last.status or last.body or counts):
-                await keep(last)
+            if keep is not None and self.limits.keeps(attempts[-1]):
+                await keep(attempts[-1])
             if (pause := self.limits.pause(attempts, self.manners.was_free(attempts[-1]))) is None:
                 return attempts
             await asyncio.sleep(pause)

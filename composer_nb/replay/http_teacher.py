@@ -39,7 +39,7 @@ from composer_nb.traces import (
 _log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['OPENROUTER', 'same_model', 'refuse_vendor_tools', 'RequestSettings', 'checked_url', 'is_this_machine',
+__all__ = ['OPENROUTER', 'same_model', 'refuse_vendor_tools', 'RequestSettings', 'checked_url', 'is_this_machine', 'key_variable',
            'openrouter_routing', 'HTTPTeacher']
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c007-8bad1b
@@ -283,6 +283,16 @@ def is_this_machine(host: str) -> bool:
     except ValueError:
         return f".{host}".endswith(".localhost")
 
+# %% ../../nbs/replay/04_http_teacher.ipynb #check-variable
+def key_variable(name: str | None, host: str) -> str | None:
+    """The variable with a host's key: the one named, at openrouter.ai OPENROUTER_API_KEY. Raises ValueError,
+    which does not repeat it, for what is no name of a variable, such as a key itself.
+    """
+    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
+        rule = "capitals, digits and _, such as OPENROUTER_API_KEY; the key itself belongs into it"
+        raise ValueError(f"api_key_env is not the name of an environment variable ({rule})")
+    return name or ("OPENROUTER_API_KEY" if f".{host}".endswith(".openrouter.ai") else None)
+
 
 def _check_key(variable: str | None, name: str) -> None:
     "TeacherStop when the variable that should hold the key does not hold one. The text never repeats it."
@@ -354,7 +364,6 @@ class _Asking:
     settings: RequestSettings
     dialect: Dialect
     is_local: bool
-    trust_env: bool
     def __repr__(self) -> str:
         return f"HTTPTeacher({self.model!r}, {self.base_url!r}, name={self.name!r})"
 
@@ -411,9 +420,7 @@ class HTTPTeacher(_Asking):
         transport: httpx.AsyncBaseTransport | None = None, **flat: Any,
     ) -> None:
         url = checked_url(base_url)
-        if api_key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", api_key_env):
-            rule = "capitals, digits and _, such as OPENROUTER_API_KEY; the key itself belongs into it"
-            raise ValueError(f"api_key_env is not the name of an environment variable ({rule})")
+        self.api_key_env = key_variable(api_key_env, url.host)
         self.limits, self.settings = _grouped(flat, limits, settings)
         self.model, self.name, self.base_url = model, name or model, str(url).rstrip("/")
         self.dialect = dialect_of(self.settings.dialect, url.host)
@@ -423,8 +430,6 @@ class HTTPTeacher(_Asking):
         self.concurrency = self.limits.concurrency
         self.manners, here = self.dialect.manners, is_this_machine(url.host)
         self.is_local, self.trust_env = here and not api_key_env, not here
-        at_openrouter = f".{url.host}".endswith(".openrouter.ai")
-        self.api_key_env = api_key_env or ("OPENROUTER_API_KEY" if at_openrouter else None)
         self._endpoint = Endpoint(
             self.dialect.url(self.base_url, model), self.limits, self.api_key_env, transport=transport,
             trust_env=self.trust_env, manners=self.manners,

@@ -311,7 +311,7 @@ def plain(value: Fraction) -> str:
     "Whole, or as a decimal."
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
-
+# %% ../../nbs/tasks/30_arithmetic.ipynb #ar000019b
 def other_example(problem: Problem) -> str:
     "A solved problem of the same operations that shares no number with this one; empty where there is none."
     held = {plain(n) for step in problem.steps for n in (step.left, step.right, step.value)}

@@ -53,9 +53,8 @@ def with_length_penalty(
         rewards = reward_func(
             prompts=prompts, completions=completions, completion_ids=completion_ids, **columns
         )
-        costs = length_penalty(
-            torch.tensor([float(effort(ids)) for ids in completion_ids]), k=k, q=q
-        ).tolist()
+        efforts = torch.tensor([float(effort(ids)) for ids in completion_ids])
+        costs = length_penalty(efforts, k=k, q=q).tolist()
         return [None if reward is None else reward - weight * cost for reward, cost in zip(rewards, costs)]
 
     return penalised
