@@ -1,6 +1,7 @@
 """Pairs as a data set: what goes in comes out, and TRL's trainer reads it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,10 @@ def test_half_a_character_stops_no_export_and_no_file_of_states(tmp_path):
     assert save_states([TraceState("s", context, call)], tmp_path / "s.jsonl") == 1
     (state,) = load_states(tmp_path / "s.jsonl")
     assert state.messages[0]["content"] == "cut \ufffd"
+
+
+def test_a_card_says_what_decided() -> None:
+    """Pairs of an arbiter are no agreement, and the card is what people read."""
+    by_check = replace(PAIRS[1], provenance={"agreed": ["x"], "decided_by": "a check"})
+    card = dataset_card(preference_dataset([PAIRS[0], by_check]))
+    assert "| decided by | votes (1), a check (1) |" in card

@@ -582,10 +582,13 @@ def test_the_table_shows_members_only(tmp_path):
         bucket = loop.engine.rendezvous.bucket
         assert "health/00001.json" in bucket.list("health/")
         bucket.put("health/00007.json", b'{"loss": 0.25, "bytes_up": 1, "bytes_down": 1}')
-        bucket.put("health/00000-old.json", b"{")
         loop.step(loss=2.0)
-        until(lambda: {1, 7} <= loop.engine.sync.health.rows.keys())
+        assert not loop.engine.sync.health.rows  # nobody has looked
         table = loop.table()
+        assert loop.engine.sync.health.rows.keys() == {1}
+        loop.engine.sync.health.rows.clear()
+        bucket.put("health/00001.json", b"{")
+        assert [row["loss"] for row in loop.table()] == [2.0, None]
     assert [(row["rank"], row["alive"], row["loss"]) for row in table] == [(0, True, 2.0), (1, False, 0.5)]
 
 

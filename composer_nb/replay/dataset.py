@@ -123,8 +123,8 @@ configs:
 # Preference pairs from replayed agent traces
 
 {rows} pairs. In each, teachers were put before a step of a recorded agent session; `chosen` is the action
-that at least the threshold's number of them agreed on, `rejected` what the recorded agent did. Agreement is
-no proof: no pair here was checked by running it.
+that at least the threshold's number of them agreed on or, where *decided by* names a check, one that passed
+it; `rejected` is what the recorded agent did. Agreement is no proof.
 
 | | |
 |---|---|
@@ -155,6 +155,7 @@ def dataset_card(made: Dataset) -> str:
         "teachers": _named(name for one in found for name in one.get("agreed", ())),
         "models that acted": _named(one.get("trace_model") or "not named" for one in found),
         "threshold": _named(str(one["threshold"]) for one in found if "threshold" in one),
+        "decided by": _named(one.get("decided_by", "votes") for one in found),
         "judge of texts": _named(one["judge"] for one in found if "judge" in one),
         "steps that failed": str(sum(bool(one.get("is_error_site")) for one in found)),
     }
