@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from fractions import Fraction
 
 import pytest
@@ -258,6 +259,17 @@ def test_a_problem_without_steps_is_graded_by_its_answer():
 
 
 # --- a kept grader beside ours ---------------------------------------------------------------------
+
+
+def test_a_long_row_of_digits_is_read_once():
+    """Given back digit by digit it takes the cube of its length: model-written text must not hang a run."""
+    start = time.process_time()
+    for row in ("1" * 3900 + " / 2", "1," * 1900 + "1 + 1"):
+        assert not FINAL.search(f"#### {row}")
+    assert FINAL.search("#### " + "1" * 3900).group(1) == "1" * 3900
+    assert time.process_time() - start < 1
+    said = {"#### 1,200.50": "1,200.50", "#### $-7": "-7", "#### .5": ".5", "#### 12.": "12", "####3": "3"}
+    assert {text: FINAL.search(text).group(1) for text in said} == said
 
 
 def test_math_verify_agrees_on_final_answers():

@@ -130,9 +130,14 @@ def test_a_lost_episode_is_said_and_played_again(tmp_path, monkeypatch, caplog):
 
     with monkeypatch.context() as broken:
         broken.setattr(type(FILES.episode(tasks[0])), "step", gone)
-        with pytest.raises(TeacherStop, match="1 of 1 episodes are not done: run again"):
+        with pytest.raises(TeacherStop, match="1 of 1 .* not done: 1 whose world was lost, run again [(]"):
             collect(teacher, FILES, tasks, tmp_path / "a", progress=False)
     assert "the server died" in caplog.text
+    with monkeypatch.context() as broken:  # as a server that does not answer when an episode begins
+        broken.setattr(type(FILES), "episode", lambda self, task: gone(self, task))
+        broken.setattr("composer_nb.tasks.collect.name_of", lambda family, task, model: "one")
+        with pytest.raises(TeacherStop, match="1 of 1 .* not done: 1 whose world was lost, run again [(]"):
+            collect(teacher, FILES, tasks, tmp_path / "b", progress=False)
     assert collect(teacher, FILES, tasks, tmp_path / "a", progress=False)[0].solved
 
 
@@ -290,7 +295,7 @@ def test_a_ceiling_is_kept_and_what_was_answered_is_not_paid_again(tmp_path):
     tasks, place = FILES.tasks("heldout", 6), tmp_path / "p.jsonl"
     turns = sum(len(FILES.reference(task)) for task in tasks)
     teacher = Priced(FILES, tasks)
-    with pytest.raises(TeacherStop, match=r"\d of 6 episodes are not done: raise ceiling_usd=0.8"):
+    with pytest.raises(TeacherStop, match=r"\d of 6 .*: \d that the budget did not reach, raise .*=0.8 "):
         collect(teacher, FILES, tasks, place, ceiling_usd=0.8, at_once=3, progress=False)
     assert len(teacher.asked) == 6 and 0 < len(read_played(place)) < 6
     assert all(one.solved for one in read_played(place).values())

@@ -12,6 +12,7 @@ from composer_nb.tasks.contract import contract_problems
 from composer_nb.tasks.house_rules import (
     KINDS,
     HouseRules,
+    Rule,
     answerable,
     answered,
     house_hints,
@@ -19,10 +20,19 @@ from composer_nb.tasks.house_rules import (
     rules_of,
     undone,
 )
-from composer_nb.tasks.questions import as_tool, json_schema
+from composer_nb.tasks.questions import as_tool, json_schema, split_by_function
 from composer_nb.tasks.tool_calls import grade, load_questions, reference_call, render_answer, render_prompt
 
 QUESTIONS = [q for q in load_questions() if grade(reference_call(q), q).exact]
+
+
+def test_a_question_stands_in_one_split_whatever_the_rules():
+    """The split comes first, so training under one rule never sees what another rule's test asks."""
+    picky = Rule("picky", "short names", dict, lambda call: call if len(call["name"]) % 3 else None)
+    for number, split in enumerate(("train", "heldout")):
+        plain = split_by_function(load_questions())[number]
+        kept = {q.id for q in plain if answerable(q, (picky,))}
+        assert {q.id for q in HouseRules((picky,)).tasks(split, len(kept))} == kept
 
 
 def test_there_are_a_dozen_kinds():

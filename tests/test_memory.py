@@ -446,3 +446,14 @@ def test_a_file_that_names_pairs_counts_them(tmp_path):
     named = {"pairs": str(tmp_path / "pairs.jsonl")}
     without, with_pairs = (run_memory(RunOptions(**told, **more), args, "cpu") for more in ({}, named))
     assert with_pairs.held("pairs") > without.held("pairs")
+
+
+def test_a_pairs_own_long_context_counts(tmp_path):
+    said = {"short.jsonl": "x", "long.jsonl": "word " * 900}
+    held = {}
+    for name, text in said.items():
+        row = {"prompt": [{"role": "user", "content": text}], "chosen": "yes", "rejected": "no"}
+        (tmp_path / name).write_text(json.dumps(row))
+        options = RunOptions(questions=4, heldout=2, pairs=str(tmp_path / name))
+        held[name] = run_memory(options, configuration(beta_replay=0.1), "cpu").held("pairs")
+    assert held["long.jsonl"] > held["short.jsonl"]

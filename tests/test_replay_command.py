@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from composer_nb.drills.teacher_server import FaultServer
 from composer_nb.replay.dataset import load_pairs
 from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.plan import read_plan, teachers_of
-from composer_nb.replay.protocol import TeacherRequest
+from composer_nb.replay.protocol import TeacherReply, TeacherRequest
 from composer_nb.traces import Action, TraceState, load_states, save_states
 
 disable_progress_bars()
@@ -205,6 +206,13 @@ def test_open_calls_are_listed_and_settled(tmp_path, server):
     code, _, why = replay("settle", tmp_path / "replies.jsonl", asked.key, "--usd", "0")
     assert code == 1 and "in a batch" in why
     assert replay("settle", tmp_path / "replies.jsonl", asked.key, "--usd", "0", "--discard")[0] == 0
+    with Ledger(tmp_path / "replies.jsonl") as ledger:
+        others = [TeacherRequest("b", "b", ({"role": "user", "content": text},)) for text in "yz"]
+        for one in others:
+            asyncio.run(ledger.request(one, 0.25, "s", "batch-two"))
+    assert replay("settle", tmp_path / "replies.jsonl", "batch-two", "--usd", "0")[0] == 1
+    code, said, _ = replay("settle", tmp_path / "replies.jsonl", "batch-two", "--usd", "0", "--discard")
+    assert code == 0 and "2 settled" in said and not any(one.key[:16] in said for one in others)
     assert replay("settle", tmp_path / "none.jsonl", "a", "--usd", "0")[0] == 1
     assert not (tmp_path / "none.jsonl").exists()
 
@@ -513,6 +521,11 @@ def test_a_seller_whose_prices_are_not_known_is_refused(tmp_path):
     (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told))
     with pytest.raises(ValueError, match="teacher 1: api.elsewhere.example is not OpenRouter"):
         teachers_of(read_plan(tmp_path / "replay.yaml"))
+    asked = [{"role": "user", "content": "Which?"}]
+    save_states([TraceState("s/0", asked, Action("this"))], tmp_path / "s.jsonl")
+    code, _, why = replay("run", tmp_path / "replay.yaml", "--pay")
+    assert code == 1 and "is not OpenRouter" in why
+    assert "1 no reply" in replay("status", tmp_path / "replay.yaml")[1]  # to look costs nothing
     prices = {"date": "d", "source": "s", "models": {teacher["model"]: PRICE}}
     (tmp_path / "prices.json").write_text(json.dumps(prices))
     (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told | {"prices": "prices.json"}))
@@ -520,3 +533,30 @@ def test_a_seller_whose_prices_are_not_known_is_refused(tmp_path):
     (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told | {"prices": "none.json"}))
     with pytest.raises(ValueError, match="teacher 1: .*none.json: No such file"):
         teachers_of(read_plan(tmp_path / "replay.yaml"))
+
+
+def test_a_local_model_that_is_not_there_is_named(tmp_path):
+    told = {"states": "s.jsonl", "ceiling_usd": 1, "teachers": [{"local": str(tmp_path / "no-model")}]}
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told))
+    with pytest.raises(ValueError, match="teacher 1: .*no-model") as refused:
+        teachers_of(read_plan(tmp_path / "replay.yaml"))
+    assert "None" not in str(refused.value)
+
+
+def test_a_question_with_a_vendors_own_tool_is_not_asked_and_an_old_answer_is_read(tmp_path, server):
+    """It would be run by the vendor, at a price of its own; what was answered once stands on disk."""
+    plan = folder_of(tmp_path, server.base_url, 1)
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    states = [replace(state, tools=(search,)) for state in load_states(tmp_path / "clean.jsonl")]
+    save_states(states, tmp_path / "clean.jsonl")
+    code, said, _ = replay("run", plan, "--pay")
+    assert code == 0 and "0 actions" in said and not server.books.read()
+    assert f"{len(states)} skipped" in replay("status", plan)[1]
+    teacher = teachers_of(read_plan(plan))[0]
+    with Ledger(tmp_path / "replies.jsonl") as ledger:
+        for state in states:
+            asked = teacher.request(state)
+            asyncio.run(ledger.request(asked, 0.25, state.state_id))
+            before = TeacherReply(asked.key, teacher.name, Action("as before"), cost_usd=0.0)
+            ledger.reply_sync(before)
+    assert f"{len(states)} actions" in replay("status", plan)[1]

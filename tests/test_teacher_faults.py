@@ -521,7 +521,8 @@ def test_a_killed_server_leaves_its_books(tmp_path):
 
 @pytest.mark.parametrize(
     "status, free, worked",
-    [(504, True, False), (504, False, True), (524, True, True), (503, False, False), (500, False, False),
+    [(504, True, False), (504, False, True), (408, True, False), (524, True, True), (520, False, True),
+     (521, False, False), (526, True, False), (503, False, False), (500, False, False),
      (200, False, False)],
 )  # fmt: skip
 def test_which_status_may_have_been_paid(status, free, worked):

@@ -845,3 +845,17 @@ def test_options_of_an_http_teacher_come_flat_or_grouped():
     assert grouped.request(state()).key == flat.request(state()).key
     with pytest.raises(TypeError, match="no option retries, timeout"):
         HTTPTeacher("v/m", timeout=3.0, retries=2)
+
+
+def test_a_variable_that_is_set_may_have_any_name(monkeypatch):
+    with pytest.raises(ValueError, match="api_key_env is not the name"):
+        HTTPTeacher("v/m", "https://host.example/v1", api_key_env="my_key")
+    monkeypatch.setenv("my_key", "k-1")
+    assert HTTPTeacher("v/m", "https://host.example/v1", api_key_env="my_key").api_key_env == "my_key"
+
+
+def test_a_vendors_own_tool_goes_out_in_no_body():
+    teacher = HTTPTeacher("v/m", "https://host.example/v1")
+    request = teacher.request(state(tools=({"type": "web_search", "name": "web"},)))
+    with pytest.raises(ValueError, match="a vendor's own tool has a price of its own"):
+        teacher.body(request)

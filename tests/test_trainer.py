@@ -6,8 +6,10 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -924,6 +926,26 @@ def test_the_length_penalty_wraps_a_reward():
         with_length_penalty(graded, k=1.0, q=0.0, weight=-1)
     with pytest.raises(ValueError, match="k is 0"):
         with_length_penalty(graded, k=0, q=0.0, weight=1)
+
+
+class Waiting:
+    async def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("reward", [Waiting().__call__, Waiting(), partial(Waiting().__call__, k=1)])
+def test_an_async_reward_has_no_penalty_around_it(reward):
+    with pytest.raises(TypeError, match="is async: take the penalty off inside it"):
+        with_length_penalty(reward, k=1.0, q=0.0, weight=0.1)
+
+
+def test_a_lift_that_is_no_number_is_not_logged(tmp_path, monkeypatch):
+    """As where no row had a reward with and without its hint; a log with a NaN is no JSON."""
+    monkeypatch.setattr("composer_nb.training.hinting.teacher_lift", lambda *given, **more: math.nan)
+    trainer = lit(tmp_path, lift_steps=1, options=dict(max_steps=2))
+    trainer.train()
+    assert not trainer._lifts and trainer._next_lift > 1
+    assert not any("sdpo/lift" in row for row in trainer.state.log_history)
 
 
 SHARDED = [

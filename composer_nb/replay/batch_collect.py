@@ -195,7 +195,7 @@ class _Collector:
 def _gone(note: Note, stop: TeacherStop) -> TeacherStop:
     "The stop for a batch that the service no longer has, with what is left to do."
     said = f"{note.id or note.name}: the service no longer has this batch ({stop.message})"
-    cure = "look up its bill, and end its calls with `composer-nb replay settle --discard`"
+    cure = f"look up its bill, and end its calls: `composer-nb replay settle … {note.name} --usd … --discard`"
     return TeacherStop(stop.teacher, stop.status, f"{said}; {cure}")
 
 

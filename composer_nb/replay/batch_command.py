@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ['batch', 'collect']
 
 # %% ../../nbs/replay/52_batch_command.ipynb #bcm006
-def _teachers(plan: ReplayPlan) -> list[HTTPTeacher]:
+def _teachers(plan: ReplayPlan, priced: bool = True) -> list[HTTPTeacher]:
     "The teachers of a plan that take batches; the others are named."
     from composer_nb.replay.batch_wire import BATCHES
     from composer_nb.replay.plan import teachers_of
 
     found = []
-    for teacher in teachers_of(plan, weights=False):
+    for teacher in teachers_of(plan, weights=False, priced=priced):
         if getattr(getattr(teacher, "dialect", None), "name", "") in BATCHES:
             found.append(teacher)
         else:
@@ -124,7 +124,7 @@ def collect(
     from composer_nb.replay.plan import read_plan
 
     told = read_plan(plan)
-    teachers = _teachers(told)
+    teachers = _teachers(told, priced=False)
     work = lambda teacher, _: collect_batch(teacher, told.ledger, wait=wait, progress=wait)  # noqa: E731
     with _terminable():
         done, stopped = _each(teachers, work)

@@ -71,10 +71,12 @@ def status(plan: Annotated[Path, typer.Argument(help="YAML file of the replay")]
 def _chosen(
     ledger: Ledger, key: str | None, hours: float | None, discard: bool
 ) -> tuple[list[OpenRequest], str]:
-    """The call of this key; or those outside batches that are known to be open for longer, and what is left.
-    One whose answer is on disk is not taken unless that is to be dropped.
+    """The call of this key, or those of a whole batch; or those outside batches that are known to be open for
+    longer, and what is left. One whose answer is on disk, or in a batch, goes only with `discard`.
     """
     calls = ledger.open_requests
+    if hours is None and discard and (whole := [one for one in calls if one.batch == key]):
+        return whole, ""
     if hours is None:
         found = [one for one in calls if one.key.startswith(key or " ")]
         if not found or len({one.key for one in found}) > 1:
@@ -96,7 +98,7 @@ def _chosen(
 
 # %% ../../nbs/replay/53_book_command.ipynb #bok011
 _OLDER = "hours; all calls open for longer, at their worst case without --usd; those in batches are left"
-_DISCARD = "also calls whose answer is on disk, unread: it is dropped"
+_DISCARD = "also a call whose answer is on disk, unread (it is dropped) or in a batch; KEY may name a batch"
 
 
 @app.command()

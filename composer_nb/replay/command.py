@@ -272,7 +272,8 @@ def _recorded(path: Path) -> tuple[ReplayPlan, list[TraceState], Recorded]:
 
     plan, states = _read(path)
     with _ledger(plan) as ledger:
-        found = recorded(states, teachers_of(plan, weights=False), ledger, plan.allow_same_vendor)
+        asked = teachers_of(plan, weights=False, priced=False)
+        found = recorded(states, asked, ledger, plan.allow_same_vendor)
     return plan, states, found
 
 # %% ../../nbs/replay/51_command.ipynb #commaview

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from .received import Attempt
+from .received import UNREACHED, Attempt
 
 # %% auto #0
 __all__ = ['Keep', 'TokenBucket', 'retry_after_s', 'Limits', 'Manners', 'Places', 'Pace', 'Endpoint']
@@ -49,15 +49,14 @@ class TokenBucket:
             await asyncio.sleep(turn - now)
 
 # %% ../../nbs/replay/03_endpoints.ipynb #c010-61bd63
-_BUSY = frozenset({500, 503, 529})  # refused before any work
 _GATEWAY = frozenset({408, 502, 504})  # a gateway gave up; some vendors say that this is free
 
 
 def _may_have_worked(status: int, manners: Manners) -> bool:
     "Whether a status may come from something between us and a model that has worked."
-    return (status in _GATEWAY or status > 500) and status not in _BUSY and not (
-        status in _GATEWAY and manners.gateway_is_free
-    )
+    if status in _GATEWAY:
+        return not manners.gateway_is_free
+    return status > 500 and status not in UNREACHED
 
 
 _KEPT = ("date", "content-type", "content-length", "retry-after", "x-request-id", "cf-ray")  # of the headers

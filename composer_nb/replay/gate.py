@@ -13,6 +13,7 @@ from typing import Protocol
 
 from .actions import speller
 from .asking import read_anew, was_busy
+from .http_teacher import refuse_vendor_tools
 from .ledger import Ledger
 from .protocol import Teacher, TeacherReply, TeacherRequest
 from ..traces import Action, ContextError, ContextReport, TraceState, vendor_of
@@ -230,6 +231,8 @@ class Planner:
             return "unasked", Miss(state.state_id, teacher.name, f"vendor: {state.vendor} acted in the trace")
         try:
             request = teacher.request(state)
+            if self.ledger.find(request) is None:  # what was answered once is read
+                refuse_vendor_tools(request.tools)
         except Exception as error:
             return "skipped", Miss(state.state_id, teacher.name, f"request: {type(error).__name__}: {error}")
         return Ask(teacher, request, _checked_worst(teacher, request, self.ledger))

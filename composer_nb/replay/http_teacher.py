@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -251,9 +252,8 @@ class RequestSettings:
         object.__setattr__(self, "options", options)
 
     def request(self, name: str, model: str, state: TraceState, endpoint: str = "") -> TeacherRequest:
-        "The question that a state puts to a teacher so set up. Raises ValueError for a vendor's own tool."
+        "The question that a state puts to a teacher so set up."
         messages, tools = teacher_messages(state.messages, self.prompt), tuple(state.tools)
-        refuse_vendor_tools(tools)
         sampling = self.max_tokens, self.temperature, self.seed, self.options
         return TeacherRequest(name, model, messages, tools, *sampling, endpoint)
 
@@ -288,8 +288,9 @@ def key_variable(name: str | None, host: str) -> str | None:
     """The variable with a host's key: the one named, at openrouter.ai OPENROUTER_API_KEY. Raises ValueError,
     which does not repeat it, for what is no name of a variable, such as a key itself.
     """
-    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
-        rule = "capitals, digits and _, such as OPENROUTER_API_KEY; the key itself belongs into it"
+    known = name and (re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name) or name in os.environ)
+    if name and not known:
+        rule = "capitals, digits and _, as OPENROUTER_API_KEY, or one that is set; the key belongs in it"
         raise ValueError(f"api_key_env is not the name of an environment variable ({rule})")
     return name or ("OPENROUTER_API_KEY" if f".{host}".endswith(".openrouter.ai") else None)
 
@@ -376,7 +377,8 @@ class _Asking:
         return self.settings.request(self.name, self.model, state, self.endpoint)
 
     def body(self, request: TeacherRequest) -> dict[str, Any]:
-        "The JSON body as it goes out."
+        "The JSON body as it goes out. Raises ValueError for a vendor's own tool."
+        refuse_vendor_tools(request.tools)
         body = self.dialect.body(request)
         routing = {"provider": openrouter_routing(body.get("provider"), self.price)}
         return body | routing if self.dialect.name == "openrouter" else body
@@ -436,7 +438,7 @@ class HTTPTeacher(_Asking):
         )
 
     async def reply(self, request: TeacherRequest, keep: Keep | None = None) -> TeacherReply:
-        "Ask; `keep` gets what came before anything reads it. Raises TeacherStop, OutOfCredit among them."
+        "Ask; `keep` gets what came before it is read. Raises TeacherStop."
         _check_key(self.api_key_env, self.name)
         body = json.dumps(self.body(request), default=dict).encode()
         return self.read(request, await self._endpoint.send(body, keep))

@@ -19,7 +19,7 @@ from .asking import read_anew
 from .baselines import asked_only
 from .consensus import Consensus, consensus
 from .dialects import DIALECTS
-from .http_teacher import HTTPTeacher, checked_url, is_this_machine
+from .http_teacher import HTTPTeacher, checked_url, is_this_machine, refuse_vendor_tools
 from .ledger import Ledger
 from .local_teacher import LocalTeacher
 from .pairs import PairReport, consensus_table, extract_dpo_pairs
@@ -114,13 +114,13 @@ def _price_file(path: Path, said: Mapping[str, Any]) -> dict[str, str]:
     return {"prices": named if named in ("", "genai") else str(path.parent / Path(named).expanduser())}
 
 # %% ../../nbs/replay/50_plan.ipynb #planx011
-def _prices(plan: ReplayPlan, told: Mapping[str, Any]) -> Prices:
-    """The price list for a teacher: with genai that of the vendor whose dialect it speaks. Raises ValueError
-    for a seller whose prices are in none of ours."""
+def _prices(plan: ReplayPlan, told: Mapping[str, Any], priced: bool) -> Prices:
+    """The price list for a teacher: with genai that of the vendor whose dialect it speaks. Raises ValueError,
+    if `priced`, for a seller whose prices are in none of ours."""
     spoken = DIALECTS.get(told.get("dialect", ""))
     vendor = spoken.prices if spoken and plan.prices == "genai" else ""
     known = spoken or not told.get("dialect")
-    if plan.prices in ("", "genai") and not vendor and known and "base_url" in told:
+    if priced and plan.prices in ("", "genai") and not vendor and known and "base_url" in told:
         refuse_other_seller(told["base_url"])
     if plan.prices != "genai":
         return Prices.load(plan.prices or None)
@@ -135,8 +135,9 @@ def refuse_other_seller(base_url: str) -> None:
         raise ValueError(f"{said}: name a file with its prices, or a dialect with prices: genai")
 
 
-def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
+def teachers_of(plan: ReplayPlan, *, weights: bool = True, priced: bool = True) -> list[Teacher]:
     """The teachers of a plan. `weights`: load local models; without, their questions are known and no more.
+    `priced`: they are to be asked, so a seller whose prices nobody named is refused.
 
     Raises ValueError that says which teacher and why.
     """
@@ -144,10 +145,13 @@ def teachers_of(plan: ReplayPlan, *, weights: bool = True) -> list[Teacher]:
     for number, told in enumerate(plan.teachers, 1):
         try:
             _check_teacher(told)
-            local = "local" in told
-            found.append(_local(dict(told), weights) if local else _remote(dict(told), _prices(plan, told)))
+            if "local" in told:
+                found.append(_local(dict(told), weights))
+            else:
+                found.append(_remote(dict(told), _prices(plan, told, priced)))
         except OSError as error:
-            raise ValueError(f"teacher {number}: {error.filename}: {error.strerror}") from error
+            said = f"{error.filename}: {error.strerror}" if error.strerror else error
+            raise ValueError(f"teacher {number}: {said}") from error
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"teacher {number}: {error}") from error
     return found
@@ -229,10 +233,11 @@ def recorded(
             row["questions"] += 1
             try:
                 request = teacher.request(state)
+                if (reply := ledger.find(request)) is None:
+                    refuse_vendor_tools(request.tools)
             except ValueError:  # as in a replay, which asks nothing then
                 row["skipped"] += 1
                 continue
-            reply = ledger.find(request)
             reply = reply and read_anew(teacher, request, reply, ledger)
             replies[state.state_id][teacher.name] = reply
             if reply is not None and reply.action is not None and reply.outcome == "ok":

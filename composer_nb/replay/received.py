@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+UNREACHED = frozenset({503, 521, 522, 523, 525, 526, 529})  # refused, or no endpoint behind a proxy
+_AGAIN = UNREACHED | {408, 425, 429, 500, 502, 504}
 
 # %% auto #0
-__all__ = ['Attempt', 'attempt_record', 'record_attempt', 'error_object', 'json_object']
+__all__ = ['UNREACHED', 'Attempt', 'attempt_record', 'record_attempt', 'error_object', 'json_object']
 
 # %% ../../nbs/replay/02_received.ipynb #rcv006
 @dataclass(frozen=True)

@@ -341,7 +341,7 @@ def _shown_states(
     plan: ReplayPlan, ledger: Ledger, limit: int, unredacted: bool
 ) -> Iterator[ShownState | None]:
     """The states of a plan with what the ledger holds; None for each after the first `limit`."""
-    teachers, seen = teachers_of(plan, weights=False), set()
+    teachers, seen = teachers_of(plan, weights=False, priced=False), set()
     for number, state in enumerate(load_states(plan.states), 1):
         if state.state_id in seen:
             who = f"duplicate state id {state.state_id!r}"

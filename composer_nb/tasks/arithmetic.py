@@ -18,10 +18,10 @@ from .contract import Fault, Outcome, Turn
 from .files.generator import split_of, words_of
 
 # %% auto #0
-__all__ = ['Operation', 'PEOPLE', 'THINGS', 'SAID', 'DOES', 'FINAL', 'LONGEST', 'FORM', 'STEPS', 'ANSWER', 'ASK', 'SHOWN', 'Step',
-           'Problem', 'applied', 'make_problem', 'make_problems', 'number_of', 'gsm8k_problem', 'load_gsm8k',
-           'Equation', 'tokens_of', 'value_of', 'equations_in', 'Marked', 'marked', 'misstated', 'worked', 'plain',
-           'other_example', 'arithmetic_hints', 'facts_of', 'ArithmeticEpisode', 'Arithmetic']
+__all__ = ['Operation', 'PEOPLE', 'THINGS', 'SAID', 'DOES', 'NUMBER', 'FINAL', 'LONGEST', 'FORM', 'STEPS', 'ANSWER', 'ASK',
+           'SHOWN', 'Step', 'Problem', 'applied', 'make_problem', 'make_problems', 'number_of', 'gsm8k_problem',
+           'load_gsm8k', 'Equation', 'tokens_of', 'value_of', 'equations_in', 'Marked', 'marked', 'misstated', 'worked',
+           'plain', 'other_example', 'arithmetic_hints', 'facts_of', 'ArithmeticEpisode', 'Arithmetic']
 
 # %% ../../nbs/tasks/30_arithmetic.ipynb #ar000006
 Operation = Literal["+", "-", "*", "/"]
@@ -121,7 +121,8 @@ def make_problems(
     return [make_problem(split, steps[number % len(steps)], seed, number) for number in range(count)]
 
 # %% ../../nbs/tasks/30_arithmetic.ipynb #ar000011
-FINAL = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)(?![\d,.]*[ \t]*[-+*/×·÷^x][ \t]*[\d$(])")
+NUMBER = r"-?(?>\d(?:,*\d)*(?:\.\d+)?|\.\d+)"  # once read it is not given back, digit by digit
+FINAL = re.compile(rf"####\s*\$?({NUMBER})(?![\d,.]*[ \t]*[-+*/×·÷^x][ \t]*[\d$(])")
 _MARKED = re.compile(r"<<([^<>=]{1,100})=([^<>=]{1,40})>>")
 
 

@@ -65,16 +65,13 @@ def said_by(action: Action, written: str = "") -> str:
     return json.dumps(made[0] if len(made) == 1 else made) if made else action.text
 
 # %% ../../nbs/tasks/50_collect.ipynb #co00018b
-_log = logging.getLogger(__name__)
-
-
 async def answered_by(
     teacher: Teacher, episode: Episode, key: str, limit: int = 64, ask: Ask | None = None
 ) -> Played | None:
-    """Play to the end, at most `limit` answers; None where the budget of `ask` cannot bear the next one, or
-    the episode's world is lost.
+    """Play to the end, at most `limit` answers; None where the budget of `ask` cannot bear the next one.
 
-    `ask` takes the place of `teacher.reply`. Raises TeacherStop when the teacher cannot answer anybody.
+    `ask` takes the place of `teacher.reply`. Raises TeacherStop when the teacher cannot answer anybody, and
+    EpisodeLost where the episode's world is lost.
     """
     opening = [{**m, "example": True} if m["role"] == "assistant" else m for m in episode.messages()]
     skipped, said = "", opening
@@ -90,11 +87,7 @@ async def answered_by(
             skipped = reply.reason or "no answer"
             break
         text = said_by(reply.action, reply.written)
-        try:
-            episode.step(text)
-        except EpisodeLost as error:  # no fault of the model, so nothing to keep
-            _log.warning("%s is not done, its world was lost: %s", key, error)
-            return None
+        episode.step(text)
         said = [*said, {"role": "assistant", "content": text}]
     else:
         skipped = "" if episode.done else f"not done after {limit} answers"
@@ -136,16 +129,25 @@ def drop_cut_line(path: Path) -> None:
         path.write_bytes(whole[: whole.rfind(b"\n") + 1])
 
 # %% ../../nbs/tasks/50_collect.ipynb #co000009
+_log = logging.getLogger(__name__)
+
+
 async def play_all(
     teacher: Teacher, family: TaskFamily, waiting: Sequence[tuple[str, Any]], place: Path,
     *, at_once: int, limit: int, bar: tqdm[Any], ask: Ask,
-) -> list[Played]:  # fmt: skip
-    "Episodes by name and task, `at_once` at a time, each a line of `place` when it ends. Raises TeacherStop."
-    gate, ended = asyncio.Semaphore(at_once), list[Played]()
+) -> tuple[list[Played], list[str]]:  # fmt: skip
+    """Episodes by name and task, `at_once` at a time, each a line of `place` when it ends; and the names of
+    those whose worlds were lost. One that the budget cannot bear is in neither list. Raises TeacherStop.
+    """
+    gate, ended, lost = asyncio.Semaphore(at_once), list[Played](), list[str]()
 
     async def one(name: str, task: Any) -> None:
         async with gate:
-            played = await answered_by(teacher, family.episode(task), name, limit, ask)
+            try:
+                played = await answered_by(teacher, family.episode(task), name, limit, ask)
+            except EpisodeLost as error:  # no fault of the model, so nothing to keep
+                _log.warning("episode %s is not done, its world was lost: %s", name, error)
+                return lost.append(name)
         if played is not None:  # else it is not done, and not kept as if it were
             ended.append(played)
             with place.open("a", encoding="utf-8") as file:
@@ -160,7 +162,7 @@ async def play_all(
         raise several.exceptions[0] from None
     finally:
         await teacher.aclose()
-    return ended
+    return ended, lost
 
 # %% ../../nbs/tasks/50_collect.ipynb #co000021
 @contextmanager
@@ -189,8 +191,9 @@ def collect(
 
     Returns them in the order of `tasks`. What the file holds is not asked again. With `ceiling_usd` every
     answer is reserved before it is asked for and kept in a ledger beside `path`, so that none is paid twice.
-    Raises TeacherStop when the teacher cannot answer anybody, or the ceiling is reached, and ValueError for
-    one that costs money without a ceiling. Works beside a notebook's running loop.
+    Raises TeacherStop when the teacher cannot answer anybody, or episodes are left because the ceiling is
+    reached or their worlds are lost (the others are in `read_played(path)`), and ValueError for one that
+    costs money without a ceiling. Works beside a notebook's running loop.
     """
     if at_once < 1 or limit < 1:
         raise ValueError(f"at_once={at_once}, limit={limit}: at least one of each")
@@ -206,11 +209,13 @@ def collect(
     bar = tqdm(total=len(named), initial=held, disable=not progress, unit="episode")
     with bar, paid(teacher, place, ceiling_usd) as ask:
         told = dict(at_once=at_once, limit=limit, bar=bar, ask=ask)
-        ended = in_thread(play_all(teacher, family, waiting, place, **told))
+        ended, lost = in_thread(play_all(teacher, family, waiting, place, **told))
     done |= {one.key: one for one in ended}
     if left := sum(name not in done for name, _ in named):
-        cure = "run again where a world was lost; what was answered is not paid again"
-        cure = cure if ceiling_usd is None else f"raise ceiling_usd={ceiling_usd}, or {cure}"
+        causes = [f"{len(lost)} whose world was lost, run again"] if lost else []
+        if unpaid := left - len(lost):
+            causes.append(f"{unpaid} that the budget did not reach, raise ceiling_usd={ceiling_usd}")
+        cure = f"{'; '.join(causes)} (what was answered is not paid again)"
         raise TeacherStop(teacher.name, None, f"{left} of {len(named)} episodes are not done: {cure}")
     return [done[name] for name, _ in named]
 

@@ -429,8 +429,8 @@ class HouseRules:
         """Questions whose reference the checker accepts, as it is and under the rules, shuffled by seed;
         ValueError when there are not so many.
         """
-        whole = [q for q in load_questions() if answerable(q, self.rules)]
-        part = split_by_function(whole)[split == "heldout"]
+        whole = split_by_function(load_questions())[split == "heldout"]  # the same split for all rules
+        part = [question for question in whole if answerable(question, self.rules)]
         if count > len(part):
             raise ValueError(f"{count} tasks asked for, and {split} has {len(part)}")
         return random.Random(seed).sample(part, count)

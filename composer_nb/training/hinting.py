@@ -221,8 +221,10 @@ class LiftTrainer(FeedbackTrainer):
         options = {"generation_config": self.generation_config}
         views = [self._mixed(view) for view in views]
         lift = teacher_lift(batch, *views, self._fresh_reward, pad, self.accelerator.device, **options)
-        self._lifts = (*self._lifts[-2:], lift) if math.isfinite(lift) else self._lifts
         self._next_lift = self.state.global_step + self.args.lift_steps
+        if not math.isfinite(lift):  # no row had a reward with and without the hint
+            return
+        self._lifts = (*self._lifts[-2:], lift)
         self._record(sdpo__lift=lift)
         if len(self._lifts) == 3 and sum(self._lifts) <= 0:
             said = f"the hint's mean lift over its last three measurements is {sum(self._lifts) / 3:.3g}"

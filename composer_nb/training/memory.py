@@ -12,6 +12,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
+from ..batch import pair_ids
 from ..core import wide_dtype
 from ..models import load_model
 from ..tasks import tool_calls
@@ -366,8 +367,9 @@ def step_memory(
 
 # %% ../../nbs/training/44_memory.ipynb #mem-run
 def run_memory(options: RunOptions, args: ComposerConfig, device: str | None = None) -> MemoryTable:
-    """The table of a run from a file: the longest of its prompts (tokens), the longest hint, and
-    the longest reply of its pairs, if it names some.
+    """The table of a run from a file: the longest of its prompts (tokens), the longest hint, and the longest
+    reply of its pairs, if it names some. What a pair's context is longer than the longest prompt is taken
+    as part of its replies: too much rather than too little, since both share it.
 
     Raises ValueError where no training question is left, and what `step_memory` raises.
     """
@@ -384,7 +386,8 @@ def run_memory(options: RunOptions, args: ComposerConfig, device: str | None = N
     common = len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0
     longest = max(map(len, prompts)), max(map(len, hints))
     pairs = as_pairs(pairs_at(options.pairs) or ())
-    sides = [side for one in pairs for side in (one.chosen, one.rejected)]
-    pair = max((len(ids) + 1 for ids in tokenizer(sides)["input_ids"]), default=0) if sides else 0
+    sides = [pair_ids(tokenizer, one, side) for one in pairs for side in ("chosen", "rejected")]
+    beyond = max(0, max((len(context) for context, _ in sides), default=0) - longest[0])
+    pair = max((len(reply) + beyond for _, reply in sides), default=0)
     sizes = {"prompt": longest[0], "hint": longest[1], "pair": pair, "common": common}
     return step_memory(model, args, **sizes, device=device)

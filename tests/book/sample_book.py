@@ -227,6 +227,7 @@ def write_sample_book(root: Path) -> Path:
     front = re.sub(r"```\{curve-plot\}.*?```\n", "", front, flags=re.DOTALL)
     named = re.compile(r"(```\{newest-verdicts\}\n)(?:\w+: .+\n)+")
     front = named.sub(lambda found: f"{found[1]}{SPIKE}: Does it train?\n", front)
+    front = re.sub(r"\[([^]]*)\]\(spikes/\d[^)]*\)", r"\1", front)
     (root / "intro.md").write_text(re.sub(r"\{metric\}`[^`]*`", "a figure", front))
     shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("__pycache__", "api"))
     (root / "book/claims.md").write_text(
