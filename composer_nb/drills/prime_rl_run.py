@@ -2,11 +2,11 @@
 
 Rollouts become traces of verifiers, get their channels from `ComposerAlgorithm`, become samples, are packed
 and reach `compute_loss`, all by PRIME-RL's code. A plain forward stands where its trainer (CUDA) would be.
-Without `FOLDER/url` one batch is compared and `prime.json` holds inputs and outputs of its loss; with it,
-three steps are taken on a server.
+`FOLDER/prime.json` holds inputs and outputs of its loss, and the hashes of the files that made them.
 """
 
 import asyncio
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from composer_nb.adapters.prime_rl import PairIds, ServedScores, register
+from composer_nb.adapters.prime_rl import PairIds, register
 from composer_nb.core import token_logprobs
 from composer_nb.hints.place import encode, hinted_context_ids, render
 from composer_nb.loss.config import HintOptions, PreferenceOptions
@@ -27,6 +27,10 @@ HINTS = HintOptions(alpha_sdpo=0.5, sdpo_sampled=True, sdpo_jsd_beta=1.0)
 PREFERENCES = PreferenceOptions(beta_replay=0.3, dpo_variant="simpo")
 CASES = {"simpo": PREFERENCES, "dpo": PreferenceOptions(beta_replay=0.7, replay_dpo_beta=0.4)}
 REFERENCE = ((-24.0, -15.5), (-8.0, -33.0))  # what another model might give the replies, nats
+READ = (
+    "orchestrator/algo/base.py", "orchestrator/algo/grpo.py", "orchestrator/algo/routing.py",
+    "orchestrator/trajectories.py", "trainer/batch.py", "trainer/rl/loss.py",
+)  # fmt: skip
 WORDS, GROUP, LENGTH = ("red", "blue", "green", "amber"), 4, 12
 
 
@@ -238,7 +242,7 @@ def compare(folder: Path) -> dict[str, Any]:
     model, tokenizer = load_model(str(folder / "model"))
     model = model.double()
     rows = drawn_rows(model, tokenizer)
-    told: dict[str, Any] = {"commit": commit_of(), "rollouts": len(rows), "cases": {}}
+    told: dict[str, Any] = {"commit": commit_of(), "files": hashes(), "rollouts": len(rows), "cases": {}}
     for name, preferences in CASES.items():
         kept: list[Any] = []
         batches = micro_batches(ModelScores(model), tokenizer, rows, preferences)
@@ -265,6 +269,19 @@ def composed(model: Any, tokenizer: Any, rows: Sequence[Row], preferences: Prefe
     return compose_loss(model, batch, LossConfig(policy_kind="dapo", **options))
 
 
+def hashes() -> dict[str, str]:
+    "SHA-256 of PRIME-RL's files that stand between rollouts and the slopes of a loss."
+    import prime_rl
+
+    place = Path(next(iter(prime_rl.__path__)))
+    return {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in READ}
+
+
+def digest(cases: dict[str, Any]) -> str:
+    "SHA-256 of recorded cases, so that an edit of the recording is seen."
+    return hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
+
+
 def commit_of() -> str:
     "Which PRIME-RL this is."
     import subprocess
@@ -275,58 +292,12 @@ def commit_of() -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def sampled_rows(url: str, tokenizer: Any) -> list[Row]:
-    "Sixteen rollouts of a server; the reward is the share of letters."
-    import requests
-
-    from composer_nb.drills.vllm_train import hint, share
-
-    rows = []
-    for word in WORDS:
-        prompt = encode(tokenizer, render(tokenizer, messages(word)))
-        ask = {"model": "composer", "prompt": prompt, "n": GROUP, "max_tokens": LENGTH, "temperature": 1.0}
-        said = requests.post(f"{url}/v1/completions", json=ask | {"logprobs": 0, "return_token_ids": True}, timeout=300)
-        said.raise_for_status()
-        for choice in said.json()["choices"]:
-            text = [[{"content": choice["text"]}]]
-            ids, own = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            rows.append(Row(word, prompt, ids, own, share(text)[0], hint(text)[0], header_at(tokenizer, word)))
-    return rows
-
-
-def train(folder: Path, url: str, steps: int = 3) -> list[dict[str, float]]:
-    "Sample, score, pack, learn, hand the weights over."
-    from composer_nb.adapters.vllm_client import SamplingClient
-    from composer_nb.models import load_model
-
-    model, tokenizer = load_model(str(folder / "model"))
-    client = SamplingClient(folder / "weights", base_url=url)
-    client.init_communicator()
-    optimizer, told = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
-    for step in range(steps):
-        rows = sampled_rows(url, tokenizer)
-        batches = micro_batches(ServedScores(url, lambda: client.told and client.told.version), tokenizer, rows)
-        optimizer.zero_grad()
-        kept: list[Any] = []
-        loss = their_loss(model, batches, kept)
-        loss.backward()
-        optimizer.step()
-        client.update_model_params(model)
-        scales = kept[0]["scales"]
-        told.append({"step": step, "loss": loss.item(), "reward": sum(r.reward for r in rows) / len(rows)} | scales)
-    return told
-
-
 def recorded() -> dict[str, Any]:
-    "What a real run left: both comparisons, inputs and outputs of their loss, three steps on a server."
+    "What a real run left: both comparisons, inputs and outputs of their loss, three steps on their rails."
     return json.loads((Path(__file__).parent / "prime_rl.json").read_text(encoding="utf-8"))
 
 
 def main(folder: Path) -> None:
-    if (folder / "url").exists():
-        told = {"steps": train(folder, (folder / "url").read_text().strip())}
-        (folder / "steps.json").write_text(json.dumps(told), encoding="utf-8")
-        return
     (folder / "prime.json").write_text(json.dumps(compare(folder)), encoding="utf-8")
 
 

@@ -19,13 +19,13 @@ from composer_nb.drills.monarch_run import LETTERS, WORDS, few_words
 REQUESTS = ("red", "blue", "green", "amber")
 
 
-def small_letters(folder: Path) -> None:
-    "Two random layers with a tied head, large enough for vLLM's kernels, and a small tokenizer."
+def small_letters(folder: Path, tied: bool = True) -> None:
+    "Two random layers with a tied head or one of its own, large enough for vLLM's kernels, and a small tokenizer."
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, tie_word_embeddings=True, **sizes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, tie_word_embeddings=tied, **sizes)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)

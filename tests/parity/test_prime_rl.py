@@ -17,7 +17,17 @@ import torch
 
 from composer_nb.adapters.environments import ENVIRONMENTS, EnvironmentMissing, make_environment, run_in
 from composer_nb.adapters.prime_rl import Channels, check_options, hint_turn, pair_weights, refuse_temperature
-from composer_nb.drills.prime_rl_run import CASES, HINTS, NAMES, PREFERENCES, REFERENCE, recorded
+from composer_nb.drills.prime_rl_rails import ran
+from composer_nb.drills.prime_rl_run import (
+    CASES,
+    HINTS,
+    NAMES,
+    PREFERENCES,
+    READ,
+    REFERENCE,
+    digest,
+    recorded,
+)
 from composer_nb.drills.vllm_train import small_letters
 from composer_nb.loss.channels import policy_on_logprobs, preference_on_logprobs
 from composer_nb.loss.config import HintOptions, LossConfig, PreferenceOptions
@@ -191,3 +201,20 @@ def test_it_runs_or_says_why_not(tmp_path: Path) -> None:
     for name, case in told["cases"].items():
         assert case["gradient_off"] < 1e-6, name
         assert case["counts"] == TOLD["cases"][name]["counts"]
+    assert told["files"] == TOLD["files"]
+    steps = ran(tmp_path)
+    assert [step["step"] for step in steps] == [1, 2, 3] and all(step["episodes"] == 16 for step in steps)
+    for step in steps:  # channels on, the server has the trainer's weights, both endpoints say the same
+        assert step["rl"] > 0 and step["ce"] == TOLD["rails"]["packed"][0]["ce"] and step["ref_kl"] > 0
+        assert step["off_server"] < 1e-4 and step["scorers_apart"] < 1e-4
+
+
+def test_the_recording_is_what_was_recorded() -> None:
+    assert digest(TOLD["cases"]) == TOLD["digest"]
+    assert all(len(told) == 64 for told in TOLD["files"].values()) and len(TOLD["files"]) == len(READ)
+
+
+def test_a_tied_head_went_stale_on_their_rails_and_one_of_its_own_did_not() -> None:
+    """vLLM on a CPU packs a head once, and a reload names no tied one; the page shows these numbers."""
+    apart = {name: [step["off_server"] for step in steps] for name, steps in TOLD["rails"].items()}
+    assert min(apart["stale"]) > 1e-3 and max(apart["packed"] + apart["untied"]) < 1e-4
