@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -360,7 +361,8 @@ def test_a_step_refuses(change: dict, says: str) -> None:
     ],
 )  # fmt: skip
 def test_config_refuses(knobs: dict) -> None:
-    with pytest.raises(ValueError):
+    name, value = list(knobs.items())[-1]
+    with pytest.raises(ValueError, match=rf"\b{name} (is )?'?{re.escape(str(value))}\b"):
         OuterConfig(**knobs)
 
 
@@ -392,14 +394,14 @@ def test_age_weights() -> None:
     assert math.isclose(age_weight(2, "cgad", rate=0.1, cutoff=4), 0.5 * math.exp(-0.2))
     assert age_weight(4, "cgad", rate=0.1, cutoff=4) == age_weight(9, "cgad", rate=0.1, cutoff=4) == 0
     wrong = [
-        (-1, "inverse", {}),
-        (math.nan, "inverse", {}),
-        (1, "linear", {}),
-        (1, "inverse", {"cutoff": 2}),
-        (1, "cgad", {"cutoff": 0}),
+        (-1, "inverse", {}, "age -1 "),
+        (math.nan, "inverse", {}, "age nan "),
+        (1, "linear", {}, "kind is 'linear'"),
+        (1, "inverse", {"cutoff": 2}, "cutoff is 2 for kind 'inverse'"),
+        (1, "cgad", {"cutoff": 0}, "cutoff is 0 for kind 'cgad'"),
     ]
-    for age, kind, knobs in wrong:
-        with pytest.raises(ValueError):
+    for age, kind, knobs, says in wrong:
+        with pytest.raises(ValueError, match=says):
             age_weight(age, kind, rate=0.5, **knobs)
 
 
@@ -444,8 +446,9 @@ def test_strided_deals_layers_like_cards() -> None:
         {"a": torch.zeros(10, dtype=torch.float64), "b": torch.zeros(11), "c": torch.zeros(6)}, 2, "balanced"
     )
     assert by_bytes == [("a",), ("b", "c")]
-    for n, strategy in ((0, "strided"), (-1, "balanced"), (40, "balanced"), (2, "random")):
-        with pytest.raises(ValueError):
+    wrong = {(0, "strided"): "n is 0", (-1, "balanced"): "n is -1", (2, "random"): "strategy 'random'"}
+    for (n, strategy), says in (wrong | {(40, "balanced"): "do not fill 40 fragments"}).items():
+        with pytest.raises(ValueError, match=says):
             split_fragments(MODEL, n, strategy)
 
 
@@ -463,7 +466,7 @@ def test_each_fragment_is_due_once_in_a_period(n: int, gap: int, start: int) -> 
 
 def test_schedule_refuses() -> None:
     for every, n in ((10, 3), (0, 1), (4, 0)):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=f"sync_every {every} is no multiple of {n} fragments"):
             due_fragment(1, every, n)
 
 
@@ -488,14 +491,14 @@ def test_progress_is_carried_over_only_when_asked() -> None:
     assert apply_delayed(now, sent, new, 0.0, keep_progress=True)["w"].item() == 2.5
     assert apply_delayed(now, sent, new, 0.5, keep_progress=True)["w"].item() == 1.75
     wrong = [
-        {"alpha": 1.1},
-        {"alpha": -0.1},
-        {"alpha": math.nan},
-        {"local_at_send": None, "keep_progress": True},
-        {"new_global": {"v": torch.zeros(1)}},
+        ({"alpha": 1.1}, "alpha is 1.1"),
+        ({"alpha": -0.1}, "alpha is -0.1"),
+        ({"alpha": math.nan}, "alpha is nan"),
+        ({"local_at_send": None, "keep_progress": True}, "keep_progress needs local_at_send"),
+        ({"new_global": {"v": torch.zeros(1)}}, "missing .'w'., not expected .'v'."),
     ]
-    for change in wrong:
-        with pytest.raises(ValueError):
+    for change, says in wrong:
+        with pytest.raises(ValueError, match=says):
             apply_delayed(**{"local_now": now, "local_at_send": sent, "new_global": new} | change)
 
 

@@ -356,10 +356,16 @@ def test_several_steps_per_generation_count_their_own_windows(tmp_path):
 
 
 def test_evaluation_is_grpo_alone(tmp_path):
-    trainer = lit(tmp_path, options=dict(max_steps=1))
-    trainer.train()
-    dataset = Dataset.from_list([{"prompt": p, "colour": 0} for p in PROMPTS])
-    assert "eval_loss" in trainer.evaluate(dataset)
+    """With the same weights and draws, a trainer whose channels are on has the numbers of plain GRPO."""
+    dataset, found = Dataset.from_list([{"prompt": p, "colour": 0} for p in PROMPTS]), []
+    for channels in ({}, dict(alpha_sdpo=0.0, beta_replay=0.0, grad_norm_steps=0)):
+        given = dict(feedback_func=None, preference_dataset=None) if channels else {}
+        trainer = lit(tmp_path / str(len(found)), **channels, **given)
+        torch.manual_seed(0)
+        found.append(trainer.evaluate(dataset))
+    timed = {name for name in found[0] if name.endswith(("time", "per_second"))}
+    lit_up, plain = ({k: v for k, v in one.items() if k not in timed} for one in found)
+    assert lit_up == plain and {"eval_loss", "eval_reward"} <= lit_up.keys()
 
 
 def test_one_student_forward_under_bf16(tmp_path):
