@@ -24,8 +24,11 @@ from composer_nb.adapters.vllm_client import SamplingClient, check_logprobs, wei
 from composer_nb.adapters.vllm_server import ServerDied, serve
 from composer_nb.adapters.vllm_teacher import Served, _read, teacher_logits
 from composer_nb.adapters.vllm_weights import Announced, FolderWeights, leave_weights, read_weights
+from composer_nb.drills.vllm_train import small_letters
 from composer_nb.loss.channels import distillation_channel
 from composer_nb.loss.config import HintOptions
+from composer_nb.training.hinting import refuse_server
+from composer_nb.training.verified import served_at
 
 
 def asking(k: int) -> HintOptions:
@@ -149,7 +152,7 @@ def test_a_worker_refuses_before_anything_is_touched(odd: str, tmp_path: Path) -
     if odd == "torn":
         (tmp_path / told.file).write_bytes((tmp_path / told.file).read_bytes()[:-9])
     worker.start_weight_update()
-    with pytest.raises(Exception, match=r"is not there|holds|is no name|header|Header"):
+    with pytest.raises(ValueError, match=r"is not there|holds|is no name|is no whole file of tensors"):
         worker.update_weights(vars(told))
     worker.finish_weight_update()
     assert worker.taken == 1
@@ -384,3 +387,37 @@ def test_a_server_that_was_killed_is_given_its_weights_again(tmp_path: Path) -> 
     told = SimpleNamespace(**json.loads((tmp_path / "kill.json").read_text()))
     assert told.moved > 0.05 and max(told.began, told.sent, told.back, told.sampled) < 1e-4
     assert (told.again, told.heard, told.answers, told.version) == (1, 1, 4, True)
+
+
+def test_failed_turns_are_taken_again_at_the_server(tmp_path: Path) -> None:
+    """Greedy, the server's re-takes are those of the trainer's own model at that step, token by token."""
+    small_letters(tmp_path / "model")
+    with serve(str(tmp_path / "model"), folder=tmp_path, threads=1, length=128) as server:
+        (tmp_path / "url").write_text(server.url)
+        words = ["-W", "ignore", "-m", "composer_nb.drills.vllm_train", str(tmp_path), "retakes"]
+        run_in(make_environment("vllm"), words, OMP_NUM_THREADS="1")
+    told = json.loads((tmp_path / "retakes.json").read_text())
+    for found in told.values():
+        assert len(found["steps"]) == 2
+        assert found["taken"] == sum(step["sdpo/retakes"] for step in found["steps"]) > 0
+    assert told["verified"]["alike"] == told["verified"]["taken"]
+    assert sum(step["sdpo/retakes_learned"] for step in told["verified"]["steps"]) > 0
+
+
+@pytest.mark.parametrize("mode", ["verified", "gated"])
+def test_re_takes_of_several_processes_and_colocated_ones_are_refused(mode: str) -> None:
+    def trainer(vllm_mode: str, processes: int) -> SimpleNamespace:
+        args = SimpleNamespace(hint_mode=mode, vllm_mode=vllm_mode)
+        return SimpleNamespace(args=args, accelerator=SimpleNamespace(num_processes=processes))
+
+    refuse_server(trainer("server", 1))
+    for odd, says in ((("server", 2), "'server' with 2 processes"), (("colocate", 1), "'colocate'")):
+        with pytest.raises(ValueError, match=f"hint_mode='{mode}' takes turns again .*{says}"):
+            refuse_server(trainer(*odd))
+
+
+def test_a_server_samples_at_a_re_takes_temperature_and_no_longer() -> None:
+    server = SimpleNamespace(temperature=0.7, generation_kwargs={"temperature": 0.9, "seed": 1})
+    with served_at(server, 0.0):
+        assert (server.temperature, server.generation_kwargs) == (0.0, {"seed": 1})
+    assert (server.temperature, server.generation_kwargs) == (0.7, {"temperature": 0.9, "seed": 1})

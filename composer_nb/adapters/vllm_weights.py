@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -50,20 +50,23 @@ def leave_weights(folder: str | Path, named: Iterable[tuple[str, Tensor]], versi
 
 # %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000007
 def read_weights(folder: str | Path, told: Announced) -> list[tuple[str, Tensor]]:
-    "The announced tensors. Raises ValueError for a file of another version, length or folder."
+    "The announced tensors. Raises ValueError for a file cut off, or of another version, length or folder."
     if Path(told.file).name != told.file:
         raise ValueError(f"{told.file!r} is no name of a file in the agreed folder")
     path = Path(folder) / told.file
     if not path.is_file():
         raise ValueError(f"{path} is not there: do trainer and server see the same folder?")
-    with safe_open(path, "pt") as file:
-        found = (file.metadata() or {}).get("version")
-        if found != told.version:
-            raise ValueError(f"{path} holds version {found}, and {told.version} was announced")
-        names = list(file.keys())
-        if len(names) != told.tensors:
-            raise ValueError(f"{path} holds {len(names)} tensors, and {told.tensors} were announced")
-        return [(name, file.get_tensor(name)) for name in names]
+    try:
+        with safe_open(path, "pt") as file:
+            found = (file.metadata() or {}).get("version")
+            if found != told.version:
+                raise ValueError(f"{path} holds version {found}, and {told.version} was announced")
+            names = list(file.keys())
+            if len(names) != told.tensors:
+                raise ValueError(f"{path} holds {len(names)} tensors, and {told.tensors} were announced")
+            return [(name, file.get_tensor(name)) for name in names]
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole file of tensors ({error}): write it again") from error
 
 # %% ../../nbs/frameworks/58_vllm_weights.ipynb #vw000010
 class AgreedFolder:

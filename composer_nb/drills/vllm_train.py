@@ -67,10 +67,11 @@ def trainer_of(folder: Path, url: str, rows: int = 8, tokens: int = 16, **option
     ]  # fmt: skip
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120.0}
     args = ComposerConfig(
-        output_dir=str(folder / "out"), per_device_train_batch_size=rows, num_generations=4, max_steps=3,
+        output_dir=str(folder / "out"), per_device_train_batch_size=rows, num_generations=4,
         max_completion_length=tokens, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-        bf16=False, alpha_sdpo=0.5, beta_replay=0.3, disable_tqdm=True,
-        **{"learning_rate": 1e-3} | options | (server if url else {}),
+        bf16=False, disable_tqdm=True,
+        **{"learning_rate": 1e-3, "max_steps": 3, "alpha_sdpo": 0.5, "beta_replay": 0.3} | options
+        | (server if url else {}),
     )  # fmt: skip
     with weights_through(folder / "weights") if url else nullcontext():
         return ComposerReplicationTrainer(
@@ -89,6 +90,36 @@ def scores(client: Any, model: Any, ids: list[int]) -> float:
     here = token_logprobs(logits.float(), torch.tensor([ids[1:]]))[0]
     known = [(place, row[0]) for place, row in enumerate(given) if row[0] > -1e9]
     return max(abs(here[place].item() - value) for place, value in known)
+
+
+def greedily(trainer: Any, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+    "What the trainer's own model answers, token after token the likeliest."
+    found = []
+    for context in contexts:
+        ids, ends = list(context), trainer.eos_token_ids
+        while len(ids) - len(context) < trainer.max_completion_length and (ids == context or ids[-1] not in ends):
+            with torch.no_grad():
+                ids.append(int(trainer.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        found.append(ids[len(context) :])
+    return found
+
+
+def retakes(folder: Path, url: str, mode: str, **options: Any) -> dict[str, Any]:
+    "Two steps with turns taken again at `url`: what is logged, the re-takes, and what the trainer's model says there."
+    trainer = trainer_of(folder, url, hint_mode=mode, teacher="live", beta_replay=0.0, max_steps=2, **options)
+    original, taken = trainer._generate_single_turn, list[tuple[list[int], list[int]]]()
+
+    def heard(contexts: Any, images: Any, fields: Any, each: int, *more: Any) -> Any:
+        sampled = original(contexts, images, fields, each, *more)
+        if each == 1:  # a re-take: each has its own context
+            taken.extend(zip(map(list, sampled[0]), greedily(trainer, contexts)))
+        return sampled
+
+    trainer._generate_single_turn = heard
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    steps = [{name: value for name, value in line.items() if name.startswith("sdpo/")} for line in lines]
+    return {"steps": steps, "taken": len(taken), "alike": sum(ours == served for served, ours in taken)}
 
 
 def main(folder: Path) -> None:
@@ -117,5 +148,13 @@ def main(folder: Path) -> None:
     (folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
 
 
+def main_retakes(folder: Path) -> None:
+    "Verified hints, their re-takes greedy, and gated ones, at the temperature of the run."
+    url = (folder / "url").read_text().strip()
+    told = {"verified": retakes(folder, url, "verified", retake_temperature=0.0)}
+    told["gated"] = retakes(folder, url, "gated")
+    (folder / "retakes.json").write_text(json.dumps(told), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (main_retakes if sys.argv[2:] == ["retakes"] else main)(Path(sys.argv[1]))

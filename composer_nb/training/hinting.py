@@ -31,9 +31,9 @@ from .sharing import casts_kept
 from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
-__all__ = ['refuse_hint_settings', 'refuse_sampling', 'refuse_model', 'require_conversations', 'shows_image', 'count_windows',
-           'compared_rows', 'UpdateTeacher', 'FeedbackTrainer', 'placer_of', 'mask_lost', 'LiftTrainer', 'HintTrainer',
-           'what_texts_say', 'fresh_reward', 'credited_advantages']
+__all__ = ['refuse_hint_settings', 'refuse_server', 'refuse_sampling', 'refuse_model', 'require_conversations', 'shows_image',
+           'count_windows', 'compared_rows', 'UpdateTeacher', 'FeedbackTrainer', 'placer_of', 'mask_lost',
+           'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
 def refuse_hint_settings(trainer: Any) -> None:
@@ -48,8 +48,12 @@ def refuse_hint_settings(trainer: Any) -> None:
     if args.hint_mode != "distil":
         taken_again = args.hint_mode == "verified" and hasattr(trainer.rollout_func, "retake")
         refuse_sampling(trainer, f"hint_mode={args.hint_mode!r}", "hint_mode='distil'", taken_again)
+        if trainer.use_vllm:
+            refuse_server(trainer)
     if args.lift_steps:
         refuse_sampling(trainer, "lift_steps", "lift_steps=0")
+        if trainer.use_vllm:
+            raise ValueError("lift_steps samples from the models in this process: with vLLM set lift_steps=0")
     if args.lift_steps and args.teacher == "trust_region":
         said = "lift_steps samples from the teacher, and a trust region is a mixture of two models' logits"
         raise ValueError(f"{said}: set lift_steps=0")
@@ -59,6 +63,19 @@ def refuse_hint_settings(trainer: Any) -> None:
     require_conversations(trainer.train_dataset)
 
 # %% ../../nbs/training/39_hinting.ipynb #refuse9
+def refuse_server(trainer: Any) -> None:
+    """Raises ValueError where vLLM cannot take single turns again: some processes have none at a step, and
+    TRL's call is one that all make; colocated, a wake-up belongs to a whole batch.
+    """
+    args, processes = trainer.args, trainer.accelerator.num_processes
+    if args.vllm_mode != "server" or processes > 1:
+        said = f"vllm_mode={args.vllm_mode!r} with {processes} process" + "es" * (processes > 1)
+        raise ValueError(
+            f"hint_mode={args.hint_mode!r} takes turns again with vllm_mode='server' and one process, not "
+            f"{said}: set hint_mode='distil', or sample with transformers"
+        )
+
+
 def refuse_sampling(trainer: Any, asks: str, cure: str, rollouts: bool = False) -> None:
     """Raises ValueError where answers with a hint cannot be sampled and graded, as the option `asks` wants.
     `rollouts`: whether the rollout function can take a turn again.
@@ -68,11 +85,11 @@ def refuse_sampling(trainer: Any, asks: str, cure: str, rollouts: bool = False) 
         for f in trainer.reward_funcs
     )
     single = rollouts or not trainer.rollout_func
-    if not (plain and single) or trainer.use_vllm or trainer.tools or trainer.environment_factories:
+    if not (plain and single) or trainer.tools or trainer.environment_factories:
         others = "a rollout function without `retake`" if "verified" in asks else "a rollout function"
         raise ValueError(
-            f"{asks} samples single turns with transformers and grades them with plain reward functions: "
-            f"set {cure} with vLLM, tools, environments, {others} or reward models"
+            f"{asks} samples single turns and grades them with plain reward functions: "
+            f"set {cure} with tools, environments, {others} or reward models"
         )
     if getattr(trainer._text_tokenizer(), "response_template", None) is not None:
         raise ValueError(f"{asks} grades plain texts, and this tokenizer has a response_template: set {cure}")

@@ -23,8 +23,8 @@ from .hinting import HintTrainer, compared_rows, fresh_reward
 from .lift import contexts_of
 
 # %% auto #0
-__all__ = ['Learned', 'VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'Memory', 'sampled_at', 'ended', 'VerifiedTrainer',
-           'kind_of', 'rows_to_retake', 'retaken', 'turns_again', 'learned_rows']
+__all__ = ['Learned', 'VERIFIED_FIELDS', 'dry_rows', 'first_of_each', 'Rest', 'Memory', 'served_at', 'sampled_at', 'ended',
+           'VerifiedTrainer', 'kind_of', 'rows_to_retake', 'retaken', 'turns_again', 'learned_rows']
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000007
 def dry_rows(rewards: Float[Tensor, " B"], group: int, passing: float) -> Bool[Tensor, " B"]:
@@ -80,10 +80,26 @@ class Memory:
 
 # %% ../../nbs/training/33_verified_hints.ipynb #vh000042
 @contextmanager
+def served_at(server: Any, temperature: float) -> Iterator[None]:
+    "The same where TRL asks a server, which takes 0 for greedy whatever else says how to draw."
+    before = server.temperature, server.generation_kwargs
+    given = {name: value for name, value in (before[1] or {}).items() if name != "temperature"}
+    server.temperature, server.generation_kwargs = temperature, given
+    try:
+        yield
+    finally:
+        server.temperature, server.generation_kwargs = before
+
+
+@contextmanager
 def sampled_at(trainer: HintTrainer, temperature: float | None) -> Iterator[None]:
     "Within, the trainer samples at this temperature: 0 is greedy, None as it is."
     if temperature is None:
         yield
+        return
+    if trainer.use_vllm:
+        with served_at(trainer.vllm_generation, temperature):
+            yield
         return
     before = trainer.generation_config, trainer.generation_kwargs
     cooler: dict[str, Any] = {"do_sample": True, "temperature": temperature}
