@@ -222,7 +222,8 @@ def test_cool_re_takes_are_the_models_most_likely_answers(tmp_path):
 
 def test_sampling_is_put_back_when_it_fails():
     config = GenerationConfig(do_sample=True, temperature=0.7, top_k=0)
-    trainer = SimpleNamespace(use_vllm=False, generation_config=config, generation_kwargs={"temperature": 0.7})
+    kept = {"generation_config": config, "generation_kwargs": {"temperature": 0.7}}
+    trainer = SimpleNamespace(use_vllm=False, **kept)
     with pytest.raises(RuntimeError), sampled_at(trainer, 0.3):
         assert trainer.generation_config.temperature == trainer.generation_kwargs["temperature"] == 0.3
         raise RuntimeError

@@ -398,7 +398,7 @@ def test_failed_turns_are_taken_again_at_the_server(tmp_path: Path) -> None:
         run_in(make_environment("vllm"), words, OMP_NUM_THREADS="1")
     told = json.loads((tmp_path / "retakes.json").read_text())
     for found in told.values():
-        assert len(found["steps"]) == 2
+        assert len(found["steps"]) == 4
         assert found["taken"] == sum(step["sdpo/retakes"] for step in found["steps"]) > 0
     assert told["verified"]["alike"] == told["verified"]["taken"]
     assert sum(step["sdpo/retakes_learned"] for step in told["verified"]["steps"]) > 0

@@ -105,8 +105,9 @@ def greedily(trainer: Any, contexts: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 def retakes(folder: Path, url: str, mode: str, **options: Any) -> dict[str, Any]:
-    "Two steps with turns taken again at `url`: what is logged, the re-takes, and what the trainer's model says there."
-    trainer = trainer_of(folder, url, hint_mode=mode, teacher="live", beta_replay=0.0, max_steps=2, **options)
+    "Four steps with turns taken again at `url`: what is logged, the re-takes, and what the trainer's model says there."
+    told = {"teacher": "live", "beta_replay": 0.0, "max_steps": 4, "generation_kwargs": {"seed": 3}}
+    trainer = trainer_of(folder, url, tokens=32, hint_mode=mode, **told, **options)  # long, so that most groups fail
     original, taken = trainer._generate_single_turn, list[tuple[list[int], list[int]]]()
 
     def heard(contexts: Any, images: Any, fields: Any, each: int, *more: Any) -> Any:
