@@ -207,7 +207,6 @@ class Planner:
 
     def plan(self, state: TraceState) -> Plan:
         """Nobody is asked about a context that cannot be mended, nor about a state of which an answer waits.
-
         Raises ValueError for a paid teacher without a ledger file, and for a worst case that is no amount.
         """
         try:
@@ -231,8 +230,7 @@ class Planner:
             return "unasked", Miss(state.state_id, teacher.name, f"vendor: {state.vendor} acted in the trace")
         try:
             request = teacher.request(state)
-            if self.ledger.find(request) is None:  # what was answered once is read
-                refuse_vendor_tools(request.tools)
+            refuse_vendor_tools(() if self.ledger.find(request) else request.tools)  # an answer is read
         except Exception as error:
             return "skipped", Miss(state.state_id, teacher.name, f"request: {type(error).__name__}: {error}")
         return Ask(teacher, request, _checked_worst(teacher, request, self.ledger))

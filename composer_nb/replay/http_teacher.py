@@ -392,8 +392,7 @@ class _Asking:
 
     def worst_case_usd(self, request: TeacherRequest) -> float:
         "Upper bound of what `reply` can cost, in USD. Raises ValueError when the price is not known."
-        attempts = self.limits.max_attempts if self.limits.retry_lost else 1
-        return _worst_case(self, request) * attempts
+        return _worst_case(self, request) * (self.limits.max_attempts if self.limits.retry_lost else 1)
 
 # %% ../../nbs/replay/04_http_teacher.ipynb #c026-f7cae6
 def _bill(teacher: _Asking, cost: float | None, lost: int, request: TeacherRequest) -> float | None:

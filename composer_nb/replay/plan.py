@@ -149,11 +149,9 @@ def teachers_of(plan: ReplayPlan, *, weights: bool = True, priced: bool = True) 
                 found.append(_local(dict(told), weights))
             else:
                 found.append(_remote(dict(told), _prices(plan, told, priced)))
-        except OSError as error:
-            said = f"{error.filename}: {error.strerror}" if error.strerror else error
+        except (OSError, TypeError, ValueError, KeyError) as error:
+            said = f"{error.filename}: {error.strerror}" if getattr(error, "strerror", None) else error
             raise ValueError(f"teacher {number}: {said}") from error
-        except (TypeError, ValueError, KeyError) as error:
-            raise ValueError(f"teacher {number}: {error}") from error
     return found
 
 # %% ../../nbs/replay/50_plan.ipynb #planx012

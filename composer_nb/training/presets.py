@@ -40,8 +40,7 @@ def with_length_penalty(
     if not 0 <= weight < float("inf"):
         raise ValueError(f"weight is {weight}; it must be finite and not negative")
     if any(map(inspect.iscoroutinefunction, (reward_func, type(reward_func).__call__))):
-        said = getattr(reward_func, "__name__", repr(reward_func))
-        raise TypeError(f"{said} is async: take the penalty off inside it")
+        raise TypeError(f"{reward_func!r} is async: take the penalty off inside it")
     length_penalty(0.0, k=k, q=q)
 
     @functools.wraps(reward_func)
