@@ -211,8 +211,12 @@ def test_open_calls_are_listed_and_settled(tmp_path, server):
         for one in others:
             asyncio.run(ledger.request(one, 0.25, "s", "batch-two"))
     assert replay("settle", tmp_path / "replies.jsonl", "batch-two", "--usd", "0")[0] == 1
-    code, said, _ = replay("settle", tmp_path / "replies.jsonl", "batch-two", "--usd", "0", "--discard")
+    with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
+        before = ledger.committed_usd
+    code, said, _ = replay("settle", tmp_path / "replies.jsonl", "batch-two", "--usd", "0.3", "--discard")
     assert code == 0 and "2 settled" in said and not any(one.key[:16] in said for one in others)
+    with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:  # one bill for both, for two of 0.25
+        assert ledger.committed_usd == pytest.approx(before - 0.5 + 0.3)
     assert replay("settle", tmp_path / "none.jsonl", "a", "--usd", "0")[0] == 1
     assert not (tmp_path / "none.jsonl").exists()
 

@@ -226,7 +226,7 @@ def record(folder: Path) -> None:
     run_in(make_environment("prime_rl"), words, OMP_NUM_THREADS="1")
     found = json.loads((folder / "packed" / "prime.json").read_text()) | {"rails": told}
     short = json.loads(json.dumps(found), parse_float=lambda digits: float(f"{float(digits):.10g}"))
-    written = json.dumps(short | {"digest": prime_rl_run.digest(short["cases"])})
+    written = json.dumps(short | {"digest": prime_rl_run.digest(short)})
     (Path(__file__).parent / "prime_rl.json").write_text(written, encoding="utf-8")
 
 

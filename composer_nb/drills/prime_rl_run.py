@@ -277,9 +277,10 @@ def hashes() -> dict[str, str]:
     return {name: hashlib.sha256((place / name).read_bytes()).hexdigest() for name in READ}
 
 
-def digest(cases: dict[str, Any]) -> str:
-    "SHA-256 of recorded cases, so that an edit of the recording is seen."
-    return hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
+def digest(recording: dict[str, Any]) -> str:
+    "SHA-256 of a recording's cases and rails, so that an edit of them is seen."
+    kept = [recording["cases"], recording["rails"]]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def commit_of() -> str:

@@ -184,6 +184,10 @@ class _Collector:
         self.out.waiting = sum(len(note.opened(self.ledger)) for note in self.left.values())
 
     async def _look_at(self, note: Note) -> None:
+        if note.id and not note.opened(self.ledger):  # all of it was settled by hand
+            self.notes.put(replace(note, keys=()))
+            del self.left[note.name]
+            return
         state = await (self.service.state(note.id) if note.id else _adopted(note, self))
         if state is not None:
             self.states[note.name] = state

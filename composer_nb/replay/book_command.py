@@ -106,7 +106,7 @@ _DISCARD = "also a call whose answer is on disk, unread (it is dropped) or in a 
 def settle(
     ledger: Annotated[Path, typer.Argument(help="file of replies")],
     key: Annotated[str | None, typer.Argument(help="of an open call, as status shows it")] = None,
-    usd: Annotated[float | None, typer.Option(help="what it cost; 0 when it bought nothing")] = None,
+    usd: Annotated[float | None, typer.Option(help="what it cost, a batch as a whole; 0: nothing")] = None,
     older_than: Annotated[float | None, typer.Option(min=0.0, help=_OLDER)] = None,
     discard: Annotated[bool, typer.Option("--discard", help=_DISCARD)] = False,
     why: Annotated[str, typer.Option(help="kept with it")] = "settled by hand",
@@ -127,8 +127,9 @@ def settle(
         _pico(usd, "--usd")
     with Ledger(ledger) as opened:
         found, left = _chosen(opened, key, older_than, discard)
+        each = usd if usd is None or key is None else usd / len(found)  # a batch has one bill
         for one in found:
-            opened.settle_sync(one, one.reserved_usd if usd is None else usd, why)
+            opened.settle_sync(one, one.reserved_usd if each is None else each, why)
         typer.echo(f"{len(found)} settled{left}")
         _told(opened)
 

@@ -223,19 +223,30 @@ class Planner:
             reply = reply and read_anew(ask.teacher, ask.request, reply, self.ledger)
             if reply is not None and not (reply.outcome == "skipped" and _once_more(reply, self.ask_again)):
                 plan.replies[ask.teacher.name] = reply
-        return plan
+        return _without_vendor_tools(plan, self.ledger)
 
     def _ask(self, state: TraceState, teacher: Teacher) -> Ask | tuple[str, Miss]:
         if not self.allow_same_vendor and state.vendor and vendor_of(teacher.model) == state.vendor:
             return "unasked", Miss(state.state_id, teacher.name, f"vendor: {state.vendor} acted in the trace")
         try:
             request = teacher.request(state)
-            refuse_vendor_tools(() if self.ledger.find(request) else request.tools)  # an answer is read
         except Exception as error:
             return "skipped", Miss(state.state_id, teacher.name, f"request: {type(error).__name__}: {error}")
         return Ask(teacher, request, _checked_worst(teacher, request, self.ledger))
 
 # %% ../../nbs/replay/21_gate.ipynb #c024-650c47
+def _without_vendor_tools(plan: Plan, ledger: Ledger) -> Plan:
+    "Questions with a vendor's own tool are refused; what was answered, or came and was not read, is read."
+    for ask in plan.missing():
+        try:
+            refuse_vendor_tools(() if ledger.unread(ask.request.key) else ask.request.tools)
+        except ValueError as error:
+            plan.asks.remove(ask)
+            miss = Miss(plan.state.state_id, ask.teacher.name, f"request: ValueError: {error}")
+            plan.refused.append(("skipped", miss))
+    return plan
+
+
 def _checked_worst(teacher: Teacher, request: TeacherRequest, ledger: Ledger) -> float:
     worst, who = teacher.worst_case_usd(request), f"teacher {teacher.name!r}"
     if not 0 <= worst < math.inf:

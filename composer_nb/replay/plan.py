@@ -231,7 +231,7 @@ def recorded(
             row["questions"] += 1
             try:
                 request = teacher.request(state)
-                if (reply := ledger.find(request)) is None:
+                if (reply := ledger.find(request)) is None and ledger.unread(request.key) is None:
                     refuse_vendor_tools(request.tools)
             except ValueError:  # as in a replay, which asks nothing then
                 row["skipped"] += 1

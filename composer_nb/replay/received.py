@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-UNREACHED = frozenset({503, 521, 522, 523, 525, 526, 529})  # refused, or no endpoint behind a proxy
+UNREACHED = frozenset({503, 521, 523, 525, 526, 529})  # refused, or no endpoint behind a proxy
 _AGAIN = UNREACHED | {408, 425, 429, 500, 502, 504}
 
 # %% auto #0

@@ -111,7 +111,7 @@ def tell_unread(trainer: ChannelSetup) -> None:
     lacking = unread(args, teacher and args.alpha_sdpo > 0, teacher, bool(trainer.pairs))
     for needs, given in lacking.items():
         warnings.warn(f"{', '.join(given)}: read by nothing in this run; it needs {needs}", stacklevel=3)
-    distils = teacher and args.alpha_sdpo > 0 and args.hint_mode == "distil"
+    distils = teacher and args.alpha_sdpo > 0 and args.hint_mode != "verified"
     if distils and (args.sdpo_is_cap or 0) >= 1 and not old_logprobs_kept(args):
         said = f"sdpo_is_cap={args.sdpo_is_cap}: tokens are learned by the weights that sampled them"
         more = "it acts with num_iterations or steps_per_generation above one step's"
