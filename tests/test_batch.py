@@ -509,6 +509,12 @@ def test_a_batch_that_is_gone_keeps_nobody_from_the_others(server, tmp_path):
         assert len(ledger) == 6 and {o.key for o in ledger.open_requests} == {
             key for key, _ in gone.questions
         }
+        (name,) = {one.batch for one in ledger.open_requests}
+        assert f"settle … {name} --usd … --discard" in str(stop.value)
+        for one in ledger.open_requests:  # as that command does
+            ledger.settle_sync(one, 0.001, "its bill")
+    after = collect(teacher(server), tmp_path / "l")  # nobody asks for it again
+    assert (after.waiting, after.missing) == (0, [])
 
 
 @pytest.mark.parametrize("status, why", [(429, "http_429"), (400, "bad_request: refused with 400")])

@@ -23,6 +23,7 @@ from composer_nb.replay.dataset import load_pairs
 from composer_nb.replay.ledger import Ledger
 from composer_nb.replay.plan import read_plan, teachers_of
 from composer_nb.replay.protocol import TeacherReply, TeacherRequest
+from composer_nb.replay.received import Attempt
 from composer_nb.traces import Action, TraceState, load_states, save_states
 
 disable_progress_bars()
@@ -549,10 +550,7 @@ def test_a_local_model_that_is_not_there_is_named(tmp_path):
 
 def test_a_question_with_a_vendors_own_tool_is_not_asked_and_an_old_answer_is_read(tmp_path, server):
     """It would be run by the vendor, at a price of its own; what was answered once stands on disk."""
-    plan = folder_of(tmp_path, server.base_url, 1)
-    search = {"type": "web_search_20250305", "name": "web_search"}
-    states = [replace(state, tools=(search,)) for state in load_states(tmp_path / "clean.jsonl")]
-    save_states(states, tmp_path / "clean.jsonl")
+    plan, states = with_vendor_tool(tmp_path, server)
     code, said, _ = replay("run", plan, "--pay")
     assert code == 0 and "0 actions" in said and not server.books.read()
     assert f"{len(states)} skipped" in replay("status", plan)[1]
@@ -564,3 +562,53 @@ def test_a_question_with_a_vendors_own_tool_is_not_asked_and_an_old_answer_is_re
             before = TeacherReply(asked.key, teacher.name, Action("as before"), cost_usd=0.0)
             ledger.reply_sync(before)
     assert f"{len(states)} actions" in replay("status", plan)[1]
+
+
+def with_vendor_tool(tmp_path: Path, server: FaultServer) -> tuple[Path, list[TraceState]]:
+    """A plan whose states offer a vendor's own tool, and these states."""
+    plan = folder_of(tmp_path, server.base_url, 1)
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    states = [replace(state, tools=(search,)) for state in load_states(tmp_path / "clean.jsonl")]
+    save_states(states, tmp_path / "clean.jsonl")
+    return plan, states
+
+
+def test_an_answer_that_came_unread_is_read_though_its_question_would_not_be_asked(tmp_path, server):
+    plan, states = with_vendor_tool(tmp_path, server)
+    teacher = teachers_of(read_plan(plan))[NAMES.index("ok")]
+    message = {"role": "assistant", "content": "as before"}
+    choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+    usage = {"prompt_tokens": 5, "completion_tokens": 5}
+    body = json.dumps({"model": "ok", "choices": choices, "usage": usage}).encode()
+    with Ledger(tmp_path / "replies.jsonl") as ledger:
+        for state in states:
+            attempt = asyncio.run(ledger.request(asked := teacher.request(state), 0.25, state.state_id))
+            asyncio.run(ledger.received(asked, attempt, Attempt(200, body)))
+    assert replay("run", plan, "--pay")[0] == 0 and not server.books.read()
+    with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
+        found = [ledger.find(teacher.request(state)) for state in states]
+        assert [reply.action.text for reply in found] == ["as before"] * len(states)
+        assert not ledger.open_requests
+
+
+def test_a_vendors_tool_reserves_nothing_where_a_busy_endpoint_refused_it_before(tmp_path, server):
+    """Such a refusal is asked again, which this question is not."""
+    plan, states = with_vendor_tool(tmp_path, server)
+    teacher = teachers_of(read_plan(plan))[0]
+    busy = {"action": None, "outcome": "skipped", "reason": "http_429", "cost_usd": 0.0}
+    with Ledger(tmp_path / "replies.jsonl") as ledger:
+        for state in states:
+            asyncio.run(ledger.request(asked := teacher.request(state), 0.25, state.state_id))
+            ledger.reply_sync(TeacherReply(asked.key, teacher.name, **busy))
+    assert replay("run", plan, "--pay")[0] == 0 and not server.books.read()
+    with Ledger(tmp_path / "replies.jsonl", offline=True) as ledger:
+        assert not ledger.open_requests and ledger.committed_usd == 0
+
+
+def test_what_an_unknown_seller_was_paid_is_not_told_by_openrouters_list(tmp_path):
+    told = {"states": "s.jsonl", "ceiling_usd": 1, "teachers": [
+        {"model": "deepseek/deepseek-v3.2", "base_url": "https://api.elsewhere.example/v1"},
+        {"model": "deepseek/deepseek-v3.2"}]}  # fmt: skip
+    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(told))
+    other, ours = teachers_of(read_plan(tmp_path / "replay.yaml"), priced=False)
+    assert other.price is None and ours.price is not None

@@ -939,7 +939,10 @@ class Waiting:
         return [0.0 for _ in completions]
 
 
-@pytest.mark.parametrize("reward", [Waiting().__call__, Waiting(), partial(Waiting().__call__, k=1)])
+ASYNC = [Waiting().__call__, Waiting(), partial(Waiting().__call__, k=1), partial(Waiting(), k=1)]
+
+
+@pytest.mark.parametrize("reward", ASYNC)
 def test_an_async_reward_has_no_penalty_around_it(reward):
     with pytest.raises(TypeError, match="is async: take the penalty off inside it"):
         with_length_penalty(reward, k=1.0, q=0.0, weight=0.1)

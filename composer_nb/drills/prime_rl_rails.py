@@ -191,13 +191,19 @@ async def steps_on(folder: Path, url: str, steps: int = 3) -> list[dict[str, Any
     serving, told = asyncio.create_task(server.run()), []
     rails = laid(config, url, tokenizer, server.address)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    try:
+    async def all_steps() -> None:
         await rails.pool.wait_for_ready(rails.pool.model_name)
         await rails.env.start()
         tasks = list(rails.env.tasks)
         for step in range(1, steps + 1):
             told.append(await step_on(rails, tasks, model, optimizer, step, folder / "broadcasts"))
+
+    stepping = asyncio.create_task(all_steps())
+    try:  # a server that ends would be waited for in vain
+        await asyncio.wait({serving, stepping}, return_when=asyncio.FIRST_COMPLETED)
+        await (stepping if stepping.done() else serving)
     finally:
+        stepping.cancel()
         serving.cancel()
         await asyncio.gather(serving, rails.pool.stop(), return_exceptions=True)
     return told

@@ -28,8 +28,10 @@ PREFERENCES = PreferenceOptions(beta_replay=0.3, dpo_variant="simpo")
 CASES = {"simpo": PREFERENCES, "dpo": PreferenceOptions(beta_replay=0.7, replay_dpo_beta=0.4)}
 REFERENCE = ((-24.0, -15.5), (-8.0, -33.0))  # what another model might give the replies, nats
 READ = (
-    "orchestrator/algo/base.py", "orchestrator/algo/grpo.py", "orchestrator/algo/routing.py",
-    "orchestrator/trajectories.py", "trainer/batch.py", "trainer/rl/loss.py",
+    "inference/vllm/server.py", "inference/vllm/worker/filesystem.py", "inference/vllm/worker/weight_transfer.py",
+    "orchestrator/algo/base.py", "orchestrator/algo/grpo.py", "orchestrator/algo/routing.py", "orchestrator/envs.py",
+    "orchestrator/packing.py", "orchestrator/train_sink.py", "orchestrator/trajectories.py", "trainer/batch.py",
+    "trainer/rl/data.py", "trainer/rl/loss.py", "transports/rollouts/filesystem.py", "utils/client.py",
 )  # fmt: skip
 WORDS, GROUP, LENGTH = ("red", "blue", "green", "amber"), 4, 12
 
@@ -270,7 +272,7 @@ def composed(model: Any, tokenizer: Any, rows: Sequence[Row], preferences: Prefe
 
 
 def hashes() -> dict[str, str]:
-    "SHA-256 of PRIME-RL's files that stand between rollouts and the slopes of a loss."
+    "SHA-256 of PRIME-RL's files that stand between a server and the slopes of a loss, and back."
     import prime_rl
 
     place = Path(next(iter(prime_rl.__path__)))

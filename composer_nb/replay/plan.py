@@ -36,8 +36,8 @@ from composer_nb.traces import (
 )
 
 # %% auto #0
-__all__ = ['ReplayPlan', 'read_plan', 'refuse_other_seller', 'teachers_of', 'Recorded', 'recorded', 'pairs_of', 'pair_table',
-           'alone_table', 'consensus_of']
+__all__ = ['ReplayPlan', 'read_plan', 'is_other_seller', 'refuse_other_seller', 'teachers_of', 'Recorded', 'recorded', 'pairs_of',
+           'pair_table', 'alone_table', 'consensus_of']
 
 # %% ../../nbs/replay/50_plan.ipynb #planx006
 @dataclass(frozen=True)
@@ -113,15 +113,21 @@ def _price_file(path: Path, said: Mapping[str, Any]) -> dict[str, str]:
     named = said.get("prices", "")
     return {"prices": named if named in ("", "genai") else str(path.parent / Path(named).expanduser())}
 
+# %% ../../nbs/replay/50_plan.ipynb #planx010c
+def is_other_seller(base_url: str | None) -> bool:
+    "Whether an address is neither OpenRouter's nor on this machine; None is OpenRouter's."
+    host = "openrouter.ai" if base_url is None else checked_url(base_url).host
+    return not (is_this_machine(host) or f".{host}".endswith(".openrouter.ai"))
+
 # %% ../../nbs/replay/50_plan.ipynb #planx011
-def _prices(plan: ReplayPlan, told: Mapping[str, Any], priced: bool) -> Prices:
-    """The price list for a teacher: with genai that of the vendor whose dialect it speaks. Raises ValueError,
-    if `priced`, for a seller whose prices are in none of ours."""
+def _prices(plan: ReplayPlan, told: Mapping[str, Any], priced: bool) -> Prices | None:
+    """The price list for a teacher: with genai that of the vendor whose dialect it speaks. A seller whose
+    prices are in none of ours has None, and raises ValueError if `priced`."""
     spoken = DIALECTS.get(told.get("dialect", ""))
     vendor = spoken.prices if spoken and plan.prices == "genai" else ""
     known = spoken or not told.get("dialect")
-    if priced and plan.prices in ("", "genai") and not vendor and known and "base_url" in told:
-        refuse_other_seller(told["base_url"])
+    if plan.prices in ("", "genai") and not vendor and known and is_other_seller(told.get("base_url")):
+        return refuse_other_seller(told["base_url"]) if priced else None
     if plan.prices != "genai":
         return Prices.load(plan.prices or None)
     return Prices.from_genai(vendor or "openrouter")
@@ -129,9 +135,8 @@ def _prices(plan: ReplayPlan, told: Mapping[str, Any], priced: bool) -> Prices:
 
 def refuse_other_seller(base_url: str) -> None:
     "Raises ValueError for an address that is neither OpenRouter's, whose prices the list has, nor here."
-    host = checked_url(base_url).host
-    if not (is_this_machine(host) or f".{host}".endswith(".openrouter.ai")):
-        said = f"{host} is not OpenRouter, whose prices this list has"
+    if is_other_seller(base_url):
+        said = f"{checked_url(base_url).host} is not OpenRouter, whose prices this list has"
         raise ValueError(f"{said}: name a file with its prices, or a dialect with prices: genai")
 
 
@@ -176,7 +181,7 @@ def _check_teacher(told: Mapping[Any, Any]) -> None:
             raise ValueError(f"{name}: {value!r} is not what a teacher takes there")
 
 
-def _remote(told: dict[str, Any], prices: Prices) -> Teacher:
+def _remote(told: dict[str, Any], prices: Prices | None) -> Teacher:
     if "model" not in told:
         raise ValueError(f"needs model: (at an endpoint) or local: (in this process), has {', '.join(told)}")
     if secrets := [name for name in told if "key" in name and name != "api_key_env"]:

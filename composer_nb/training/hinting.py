@@ -32,8 +32,8 @@ from .turn_credit import TurnCreditTrainer, total_rewards
 
 # %% auto #0
 __all__ = ['refuse_hint_settings', 'refuse_server', 'refuse_sampling', 'refuse_model', 'require_conversations', 'shows_image',
-           'count_windows', 'compared_rows', 'UpdateTeacher', 'FeedbackTrainer', 'placer_of', 'mask_lost',
-           'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
+           'count_windows', 'compared_rows', 'UpdateTeacher', 'FeedbackTrainer', 'room_at_server', 'placer_of',
+           'mask_lost', 'LiftTrainer', 'HintTrainer', 'what_texts_say', 'fresh_reward', 'credited_advantages']
 
 # %% ../../nbs/training/39_hinting.ipynb #9e678f21
 def refuse_hint_settings(trainer: Any) -> None:
@@ -206,10 +206,21 @@ class FeedbackTrainer(TurnCreditTrainer):
         return placer_of(self)
 
 # %% ../../nbs/training/39_hinting.ipynb #placerof1
+def room_at_server(trainer: Any) -> int:
+    "Tokens of a context that the run's vLLM server takes beside an answer; asked once."
+    if not hasattr(trainer, "_room"):
+        client = trainer.vllm_generation.vllm_client
+        found = client.session.get(f"{client.base_url}/v1/models", timeout=60).json()["data"][0]
+        trainer._room = int(found["max_model_len"]) - trainer.max_completion_length
+    return trainer._room
+
+
 def placer_of(trainer: FeedbackTrainer) -> Placer:
     "What puts hints into prompts: the template, the tools and the longest context of this trainer."
     options = {"chat_template": trainer.chat_template, "tools": trainer.tools or None}
     longest = getattr(causal_lm(trainer.model).config.get_text_config(), "max_position_embeddings", None)
+    if trainer.use_vllm and trainer.args.hint_mode != "distil":  # the context goes to the server
+        longest = min(longest or room_at_server(trainer), room_at_server(trainer))
     template = {**options, **trainer.chat_template_kwargs}
     return Placer(trainer._text_tokenizer(), trainer.args.placement, template, longest)
 

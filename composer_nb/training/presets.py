@@ -17,6 +17,12 @@ from ..policy import length_penalty
 # %% auto #0
 __all__ = ['COMPOSER2_GRPO', 'with_length_penalty']
 
+# %% ../../nbs/training/41_presets.ipynb #c013-async
+def _is_async(func: Callable[..., Any]) -> bool:
+    "Whether a call has to be awaited; a partial is looked through, of an object its call is asked."
+    inner = getattr(func, "func", func)
+    return any(map(inspect.iscoroutinefunction, (inner, type(inner).__call__)))
+
 # %% ../../nbs/training/41_presets.ipynb #c014-c339e4
 COMPOSER2_GRPO: dict[str, Any] = dict(
     loss_type="dr_grpo", scale_rewards="none", num_iterations=1, mask_truncated_completions=False, beta=0.0
@@ -39,7 +45,7 @@ def with_length_penalty(
     """
     if not 0 <= weight < float("inf"):
         raise ValueError(f"weight is {weight}; it must be finite and not negative")
-    if any(map(inspect.iscoroutinefunction, (reward_func, type(reward_func).__call__))):
+    if _is_async(reward_func):
         raise TypeError(f"{reward_func!r} is async: take the penalty off inside it")
     length_penalty(0.0, k=k, q=q)
 

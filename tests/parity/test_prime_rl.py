@@ -207,6 +207,8 @@ def test_it_runs_or_says_why_not(tmp_path: Path) -> None:
     for step in steps:  # channels on, the server has the trainer's weights, both endpoints say the same
         assert step["rl"] > 0 and step["ce"] == TOLD["rails"]["packed"][0]["ce"] and step["ref_kl"] > 0
         assert step["off_server"] < 1e-4 and step["scorers_apart"] < 1e-4
+    stale = ran(tmp_path, "stale")  # the remedy is needed, and is what mends it
+    assert min(step["off_server"] for step in stale) > 1e-3
 
 
 def test_the_recording_is_what_was_recorded() -> None:
