@@ -27,7 +27,7 @@ from composer_nb.adapters.vllm_weights import Announced, FolderWeights, leave_we
 from composer_nb.drills.vllm_train import small_letters
 from composer_nb.loss.channels import distillation_channel
 from composer_nb.loss.config import HintOptions
-from composer_nb.training.hinting import refuse_server
+from composer_nb.training.hinting import refuse_server, room_at_server
 from composer_nb.training.verified import served_at
 
 
@@ -421,3 +421,15 @@ def test_a_server_samples_at_a_re_takes_temperature_and_no_longer() -> None:
     with served_at(server, 0.0):
         assert (server.temperature, server.generation_kwargs) == (0.0, {"seed": 1})
     assert (server.temperature, server.generation_kwargs) == (0.7, {"temperature": 0.9, "seed": 1})
+
+
+def test_the_room_for_a_hinted_context_is_what_the_server_takes_beside_an_answer() -> None:
+    asked = []
+
+    def get(url: str, timeout: float) -> SimpleNamespace:
+        asked.append(url)
+        return SimpleNamespace(json=lambda: {"data": [{"id": "m", "max_model_len": 86}]})
+
+    client = SimpleNamespace(base_url="http://here", session=SimpleNamespace(get=get))
+    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(vllm_client=client), max_completion_length=32)
+    assert [room_at_server(trainer), room_at_server(trainer)] == [54, 54] and asked == ["http://here/v1/models"]
