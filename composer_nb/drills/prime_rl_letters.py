@@ -7,10 +7,10 @@ import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.runtimes import ProgramResult
 
+from composer_nb.drills.prime_rl_run import WORDS
 from composer_nb.drills.vllm_train import share
 
 __all__ = ["LettersHarness", "LettersTaskset"]
-WORDS = ("red", "blue", "green", "amber")
 
 
 class LettersTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
